@@ -31,6 +31,7 @@ class Mutation(NamedTuple):
 ALONE = "tests/sync/test_adapters_alone.py"
 AUDIT = "tests/audit/test_audit.py"
 EXPERTS = "tests/models/test_checkpoint_names.py"
+ROUTER_CUTS = "tests/training/test_router_loss.py::test_the_cut_of_a_step_does_not_change_a_gradient_or_the_logged_loss"
 SHARDS = ("shards/model.py", "tests/shards/test_model.py")
 ADVANTAGES = ("algorithms/advantages.py", "tests/algorithms/test_advantages.py")
 CORRECTIONS = ("algorithms/corrections.py", "tests/algorithms/test_corrections.py")
@@ -1374,6 +1375,41 @@ MUTATIONS = [
         'fitting = max(1, int(np.searchsorted(sizes, budget, side="right")))',
         'fitting = max(1, int(np.searchsorted(sizes, 2 * budget, side="right")))',
         "tests/training/test_pack_plan.py",
+    ),
+    Mutation(
+        "a shared position is routed once for all completions",
+        "algorithms/router_balance.py",
+        "sums.append((probabilities * weights[:, None]).sum(0))",
+        "sums.append((probabilities * (weights > 0)[:, None]).sum(0))",
+        ROUTER_CUTS,
+    ),
+    Mutation(
+        "a token counts as routed otherwise only if all its experts differ",
+        "parity/routing.py",
+        "differing += int((one != other).any(-1).sum())",
+        "differing += int((one != other).all(-1).sum())",
+        "tests/parity/test_routing.py",
+    ),
+    Mutation(
+        "the choices of each pack alone",
+        "training/step/router_loss.py",
+        "whole = self._whole if self._whole is not None else Shares.of([routing.counts()])",
+        "whole = Shares.of([routing.counts()])",
+        ROUTER_CUTS,
+    ),
+    Mutation(
+        "padding is routed",
+        "training/batch/pack.py",
+        "last = self.predictors.cpu()[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]",
+        "last = ends[self.predictors.cpu()[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]] - 1",
+        "tests/training/test_router_loss.py::test_every_position_counts_once_per_sequence_and_padding_counts_nothing",
+    ),
+    Mutation(
+        "completions without an advantage are not routed",
+        "training/methods/objective.py",
+        "(self.router_coefficient != 0.0 or bool(np.any(sequence.advantages)))",
+        "bool(np.any(sequence.advantages))",
+        "tests/training/test_router_loss.py::test_the_models_own_loss_is_added_where_the_rewards_teach_nothing",
     ),
     Mutation(
         "a step whose groups agree leaves no gradient",

@@ -47,9 +47,6 @@ def main() -> None:
     words.add_argument("--files", nargs="*", help=f"test files, relative to the checkout; default: {', '.join(FILES)}")
     words.add_argument("-k", dest="chosen", default="", help="pytest's expression: run only these tests")
     words.add_argument("--steps", type=int, default=3, help="optimizer steps of a run that names no number (3)")
-    words.add_argument(
-        "--router-loss", action="store_true", help="experts' routers have an auxiliary loss, as on the hub"
-    )
     words.add_argument("--write", type=Path, help="write both columns to this file, as JSON")
     asked = words.parse_args()
     files = asked.files or [name for name in FILES if (asked.checkout / name).exists()]
@@ -59,10 +56,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         from trl_stand_ins.hub import build_hub
 
-        named = build_hub(Path(folder), [asked.checkout / name for name in files], router_loss=asked.router_loss)
-        print(
-            f"{len(named)} models made; the routers of experts have {'an' if asked.router_loss else 'no'} auxiliary loss"
-        )
+        named = build_hub(Path(folder), [asked.checkout / name for name in files])
+        print(f"{len(named)} models made")
         columns = {who: run(who, asked, files, Path(folder)) for who in ("trl", "lockstep")}
     if asked.write:
         asked.write.write_text(json.dumps(columns, indent=1) + "\n")

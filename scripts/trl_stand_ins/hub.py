@@ -54,11 +54,8 @@ FAMILIES = {
 }
 
 
-def build_hub(folder: Path, files: Sequence[Path], *, router_loss: bool) -> list[str]:
+def build_hub(folder: Path, files: Sequence[Path]) -> list[str]:
     """Write every model that the files name, those that read images only where torchvision can be imported.
-
-    Args:
-        router_loss: whether the routers of experts keep their auxiliary loss.
 
     Returns:
         The names of the models that were made.
@@ -70,7 +67,7 @@ def build_hub(folder: Path, files: Sequence[Path], *, router_loss: bool) -> list
     tokenizer, made = make_tokenizer(), []
     for name in names:
         architecture = name.removeprefix("tiny-").split("-")[0]
-        model = make_model(architecture, router_loss=router_loss)
+        model = make_model(architecture)
         if model is None:
             continue
         snapshot = snapshot_of(folder, name)
@@ -98,7 +95,7 @@ def snapshot_of(folder: Path, name: str) -> Path:
     return root / "snapshots" / COMMIT
 
 
-def make_model(architecture: str, *, router_loss: bool) -> Any:
+def make_model(architecture: str) -> Any:
     """A model with random weights; None if transformers does not have the architecture, or cannot make it so small."""
     kind = getattr(transformers, architecture, None)
     if kind is None:
@@ -118,7 +115,6 @@ def make_model(architecture: str, *, router_loss: bool) -> Any:
     config = kind.config_class()
     if hasattr(config, "num_experts_per_tok"):
         sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        sizes |= {} if router_loss else {"router_aux_loss_coef": 0.0}
     if architecture.endswith("ForSequenceClassification"):
         sizes |= {"num_labels": 1}
     if isinstance(getattr(config, "layer_types", None), list):

@@ -1,8 +1,11 @@
-"""A mixture of experts on real vLLM: pushed, probed expert by expert, trained, and refused where experts were not packed."""
+"""A mixture of experts on real vLLM: pushed, probed expert by expert, trained and routed alike, and refused if unpacked."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +14,15 @@ from model_families import save_family
 from stages import stage_on
 
 from lockstep.errors import ProofError
+from lockstep.parity.decomposition import Decomposition, decompose
+from lockstep.parity.distributions import Distribution
+from lockstep.parity.tolerances import tolerance
 from lockstep.verify.faults.weights import FAULTS
 from lockstep.verify.stage import Stage
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from expert_routing import measured_on
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 
@@ -21,7 +31,7 @@ pytestmark = [pytest.mark.vllm, needs_vllm]
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("experts")
     model = save_family("qwen3_moe", folder / "model")
-    with stage_on(model, folder / "run", use_vllm=True, bf16=False, router_aux_loss_coef=0.0) as opened:
+    with stage_on(model, folder / "run", use_vllm=True, bf16=False, router_aux_loss_coef=0.1) as opened:
         yield opened
 
 
@@ -55,7 +65,10 @@ def test_experts_learn_with_every_proof(stage: Stage) -> None:
     with torch.no_grad():
         for name, p in stage.model.named_parameters():
             p.copy_(before[name])
-    assert {name for name in before if ".experts." in name} <= moved
+    assert {name for name in before if ".experts." in name or name.endswith("mlp.gate.weight")} <= moved
+    noted = stage.trainer.step_log.noted["aux_loss"]
+    assert len(noted) == 2
+    assert min(noted) > 1
 
 
 def test_experts_that_an_update_leaves_unpacked_are_found(stage: Stage) -> None:
@@ -67,3 +80,36 @@ def test_experts_that_an_update_leaves_unpacked_are_found(stage: Stage) -> None:
         pytest.raises(ProofError, match=r"module_probe.*experts\.\d\.gate_proj"),
     ):
         stage.push(every_module=True)
+
+
+def test_in_fp32_vllm_chooses_the_trainers_experts_for_every_token(stage: Stage) -> None:
+    stage.push(every_module=True)
+    found = measured_on(stage, samples=1)
+    assert found.differing == 0
+    assert found.tokens == len(found.gaps) > 10
+    assert float((found.gaps - found.replayed).abs().max()) < 1e-5
+
+
+def explained(stage: Stage) -> Decomposition:
+    """The explanation of a completion with a wrong log-prob."""
+    first = stage.sample(stage.sampling())[0]
+    wrong = replace(first, logprobs=(*first.logprobs[:-1], first.logprobs[-1] - 3))
+    single = tolerance(torch.float32, torch.float32)
+    distribution, probe = Distribution(stage.sampling()), stage.trainer.proofs.probe
+    return decompose(stage.model, stage.engine, [wrong], distribution, stage.precision, probe, stage.version, single)
+
+
+def test_in_bf16_a_gap_names_routing_and_in_fp32_it_does_not(
+    stage: Stage, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    stage.push(every_module=True)
+    assert "routing" not in explained(stage).cause
+    folder = tmp_path_factory.mktemp("experts-bf16")
+    # With many experts, some are always close to the border.
+    model = save_family("qwen3_moe", folder / "model", num_experts=32, num_experts_per_tok=8)
+    with stage_on(model, folder / "run", use_vllm=True, bf16=True) as half:
+        half.push(every_module=True)
+        found = explained(half)
+    assert found.layers == ()
+    assert "or routing: rounding to half precision alone sends" in found.cause
+    assert "set bf16=false" in found.fix

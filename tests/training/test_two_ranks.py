@@ -20,6 +20,7 @@ import torch
 from accounts import CASES, OF_ONE_RANK, PROMPTS, difference
 from caller import save_caller
 from forked import Program, finish
+from model_families import save_family
 from servers import free_port
 from two_ranks import ALONE, CLIPPED, WORK
 
@@ -32,7 +33,7 @@ SCRIPT = Path(__file__).parent / "two_ranks.py"
 LIMIT = 400
 Found = Callable[[str], list[dict[str, Any]]]
 Alone = Callable[[str], dict[str, Any]]
-COMPARED = ("methods", "clipped", "evaluated", "acting")
+COMPARED = ("methods", "experts", "clipped", "evaluated", "acting")
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,7 @@ def found(untied_dir: str, folder: Path) -> Found:
     """The results of both ranks, by piece of work. A hang is a failure. The work in which a rank is killed comes last."""
     assert list(WORK)[-1] == "reward:killed"
     save_caller(folder / "caller")
+    save_family("mixtral", folder / "experts")
     run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(folder), *WORK], folder, codes=[0, 9])
 
     @functools.cache
@@ -60,6 +62,7 @@ def alone(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """The results of a single rank. It runs in a process of the same kind, because log-probs depend on threads and libraries."""
     folder = tmp_path_factory.mktemp("alone")
     save_caller(folder / "caller")
+    save_family("mixtral", folder / "experts")
     run_ranks([sys.executable, str(SCRIPT)], [untied_dir, str(folder), *COMPARED], folder, [0], names=(ALONE,))
     return functools.cache(lambda name: torch.load(folder / f"{name}.{ALONE}.pt"))
 
@@ -101,6 +104,12 @@ def same_logs(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case not in OF_ONE_RANK])
 def test_two_ranks_take_the_steps_of_one_and_log_them_alike(alone: Alone, found: Found, case: str) -> None:
     check_steps(alone("methods")[case], [rank[case] for rank in found("methods")])
+
+
+def test_the_auxiliary_loss_of_experts_is_that_of_both_ranks_together(alone: Alone, found: Found) -> None:
+    (one,), both = alone("experts").values(), [rank["grpo-grpo"] for rank in found("experts")]
+    check_steps(one, both)
+    assert all(log["aux_loss"] > 1 for log in one["logs"] if "loss" in log)
 
 
 @pytest.mark.release

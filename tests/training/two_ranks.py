@@ -24,9 +24,10 @@ def main() -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     import torch
     from accounts import norm_in_double
+    from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-    Qwen2RMSNorm.forward = norm_in_double
+    Qwen2RMSNorm.forward = MixtralRMSNorm.forward = norm_in_double
     # Every run ends with a garbage collection; `gc.freeze` excludes the objects of the libraries from it.
     gc.freeze()
     for name in names:
@@ -67,14 +68,24 @@ def other_cases(rank: int, model: str, folder: Path) -> dict[str, Any]:
     return runs(OF_ONE_RANK, rank, model, folder)
 
 
-def runs(cases: Sequence[str], rank: int, model: str, folder: Path) -> dict[str, Any]:
+def experts(rank: int, model: str, folder: Path) -> dict[str, Any]:
+    """A mixture of experts with its auxiliary loss."""
+    import torch
+
+    # The usual kernel of experts does not take double precision.
+    init = {"dtype": torch.float64, "experts_implementation": "eager"}
+    fields = {"router_aux_loss_coef": 0.5, "model_init_kwargs": init}
+    return runs(["grpo-grpo"], rank, str(folder / "experts"), folder / "of-experts", **fields)
+
+
+def runs(cases: Sequence[str], rank: int, model: str, folder: Path, **fields: Any) -> dict[str, Any]:
     """Gradients, weights and logs of the run of each case."""
     import torch
     from accounts import gradients, make, shifted_engine
 
     found, engine = {}, shifted_engine(model) if rank == 0 or alone() else None
     for case in cases:
-        run = make(case, model, folder / case, engine=engine, **cut())
+        run = make(case, model, folder / case, engine=engine, **cut(), **fields)
         steps = gradients(run)
         kinds = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
         found[case] = {
@@ -386,6 +397,7 @@ def served(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
 WORK: dict[str, Callable[[int, str, Path], Any]] = {
     "methods": methods,
+    "experts": experts,
     "clipped": clipped,
     "resumed": resumed,
     "evaluated": evaluated,

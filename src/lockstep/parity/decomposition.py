@@ -20,6 +20,7 @@ from lockstep.parity.distributions import Distribution
 from lockstep.parity.gap import GapStats
 from lockstep.parity.module_probe import ModuleProbe
 from lockstep.parity.rescoring import Precision, sampled_logps
+from lockstep.parity.routing import routing_differences
 from lockstep.parity.tolerances import Tolerance
 
 # An explanation counts only if it leaves less than this share of the gap.
@@ -30,6 +31,13 @@ _PACKED = (
     "holds other tokens or another context than were sampled, or its attention or positions are wrong",
     "this is a defect of Lockstep or of the model's attention in packs: report it with this message and the model's config; "
     "another attn_implementation may work until then",
+)
+
+# What is added to the cause and the fix where the routers of a mixture of experts may be the cause too.
+_ROUTED = (
+    "; or routing: rounding to half precision alone sends {:.1%} of these tokens, counted per layer, to other experts in the "
+    "trainer's own forward, and the engine rounds otherwise",
+    "; set bf16=false to see whether it is routing: the gap is then gone",
 )
 
 
@@ -149,8 +157,11 @@ def decompose(
     parts = split_gap(gap, stale, limit, raw=raw, other_dtype=gaps.get(nearest))
     again = None if layers or explained else _answers_again(model, engine, completions, precision)
     shown = any(c.pictures is not None for c in completions)
-    reading = _reading(parts, nearest, likeliest, layers, probed.servers, again, limit, pictures=shown)
-    return Decomposition(parts, layers, *reading)
+    cause, fix = _reading(parts, nearest, likeliest, layers, probed.servers, again, limit, pictures=shown)
+    if not layers and not explained and parts.staleness <= max(parts.numerics, parts.defect):
+        routed = routing_differences(model, completions, precision)
+        cause, fix = (cause + _ROUTED[0].format(routed), fix + _ROUTED[1]) if routed else (cause, fix)
+    return Decomposition(parts, layers, cause, fix)
 
 
 def _only_packed(packed: GapStats, completions: Sequence[Completion], gaps: torch.Tensor, fresh: torch.Tensor) -> bool:

@@ -171,14 +171,14 @@ def logit_chunks(
     model.eval()
     try:
         with nullcontext() if shards is None else shards.looking():
-            with _autocast(inner, precision):
+            with in_precision(inner, precision):
                 shown = {} if pictures is None else model_inputs([pictures], row)
                 hidden = inner.base_model(input_ids=row, use_cache=False, **shown).last_hidden_state[0]
                 hidden = hidden[first:]
             product = _head_product(model, precision)
             vocabulary = inner.get_output_embeddings().weight.shape[0]
             for rows in hidden.split(max(1, LOGITS_BYTES // (4 * vocabulary))):
-                with _autocast(inner, precision):
+                with in_precision(inner, precision):
                     logits = product(rows)
                 yield transformed_logits(inner.config.get_text_config(), logits).float()
     finally:
@@ -187,10 +187,11 @@ def logit_chunks(
 
 def casting_once(model: PreTrainedModel, precision: Precision) -> AbstractContextManager[Any]:
     """A context in which forwards without gradient share one cast of each weight. The weights may not change in it."""
-    return _autocast(causal_model(model), precision)
+    return in_precision(causal_model(model), precision)
 
 
-def _autocast(model: PreTrainedModel, precision: Precision) -> AbstractContextManager[Any]:
+def in_precision(model: PreTrainedModel, precision: Precision) -> AbstractContextManager[Any]:
+    """A context in which forwards of the model, without its output head, compute in a precision."""
     return torch.autocast(model.device.type, precision.autocast) if precision.autocast else nullcontext()
 
 

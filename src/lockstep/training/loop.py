@@ -56,6 +56,7 @@ from lockstep.training.step.distributed import check_same_weights, check_shards,
 from lockstep.training.step.generation import Generation, Preparation
 from lockstep.training.step.learned import sampled_tokens
 from lockstep.training.step.model_gradient import ModelGradient
+from lockstep.training.step.router_loss import RouterLoss, router_loss
 from lockstep.training.step.step_proofs import PlainForward, StepProofs, drawn_forward
 from lockstep.training.step.update import OptimizerStep, Policy
 from lockstep.training.step.update_sums import UpdateSums
@@ -257,13 +258,24 @@ class TrainingLoop:
         self.log.note(mine)
         again = self._forward_to_repeat(generation, step, policy_changed=policy_changed)
         proofs = StepProofs(generation.expected, self._sampled, again)
-        self._step, self._policy_changed = OptimizerStep(self.objective, self.clock, self.ranks, proofs), policy_changed
         prepared = self.preparation.step(self.policy(), sequences, moved=policy_changed)
         self.generation = generation.with_step(step, self._batches_per_step, prepared)
+        router = self._router_loss(self.generation, step)
+        self._step = OptimizerStep(self.objective, self.clock, self.ranks, proofs, router)
+        self._policy_changed = policy_changed
         if self.update_proof is not None:
             proof = self.update_proof
             self._on_shards("begin", lambda: proof.begin_step(self.state().global_step))
         return self.generation
+
+    def _router_loss(self, generation: Generation, step: int) -> RouterLoss | None:
+        with self.clock.phase("forward_backward"):
+            return router_loss(self.objective, self.policy(), self._own_batches(generation, step), self.ranks)
+
+    def _own_batches(self, generation: Generation, step: int) -> Sequence[Sequence[TrainingSequence]]:
+        """The micro-batches of a step on this rank."""
+        first = self._batches_per_step * step + self.config.gradient_accumulation_steps * self.ranks.rank
+        return generation.micro_batches[first : first + self.config.gradient_accumulation_steps]
 
     def _check_backward(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
         return self.model_gradient.check(self.policy(), sequences, self.state().global_step)
@@ -300,8 +312,7 @@ class TrainingLoop:
         """The proof of this step's forward on this rank, where no other proof compares every token of it."""
         if not policy_changed and generation.fresh_tokens == generation.sampled_tokens:
             return None
-        first = self._batches_per_step * step + self.config.gradient_accumulation_steps * self.ranks.rank
-        mine = generation.micro_batches[first : first + self.config.gradient_accumulation_steps]
+        mine = self._own_batches(generation, step)
         names = [s.name for batch in mine for s in batch if self.objective.has_gradient(s)]
         seed = self.config.seed, self.state().global_step, self.ranks.rank
         return drawn_forward(generation.completions, names, self.policy(), self.config.precision, seed)

@@ -39,6 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "importance_sampling_level", "multi_objective_aggregation", "average_by_prompt", "filter_zero_variance",
         "no_positive_resampling", "mask_truncated_completions", "top_entropy_quantile", "entropy_coef",
         "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target",
+        "router_aux_loss_coef",
         "off_policy_mask_threshold", "sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos",
         "vespo_k_neg", "vespo_lambda_neg", "use_bias_correction_kl", "generation_batch_size", "steps_per_generation",
         "num_iterations", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "lr_scheduler_type",

@@ -61,6 +61,16 @@ class Pack:
         lengths = [sum(s.length for s in own) for own in rollouts_of(self.sequences)]
         return torch.tensor(lengths, device=self.targets.device)
 
+    @property
+    def copies(self) -> torch.Tensor:
+        """(T,) or (B·L,) int64 number of sequences that go through each position; 0 for padding."""
+        size, width = self.input_ids.numel(), self.input_ids.shape[-1]
+        ends = self.ends if self.ends is not None else (torch.arange(size) // width + 1) * width
+        last = self.predictors.cpu()[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]
+        ended = torch.zeros(size + 1, dtype=torch.long)
+        ended[1:] = torch.bincount(last, minlength=size).cumsum(0)
+        return (ended[ends] - ended[:-1]).to(self.input_ids.device)
+
     def column(self, name: str) -> torch.Tensor:
         """(N,) float32 values of the field `name` of the sequences, one value per token.
 

@@ -111,6 +111,7 @@ BOUNDS: dict[str, Bounds] = {
     "gamma": Bounds(0, 1),
     "lam": Bounds(0, 1),
     "vf_coef": Bounds(0),
+    "router_aux_loss_coef": Bounds(0),
     "cliprange_value": Bounds(0),
     "max_tool_calling_iterations": Bounds(0),
     "tool_timeout": SECONDS,

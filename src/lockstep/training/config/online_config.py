@@ -172,6 +172,13 @@ class OnlineConfig(
     cast_lm_head_to_fp32: bool = field(
         default=False, metadata=doc("Compute the output head in float32 on both sides, while the rest is bfloat16.")
     )
+    router_aux_loss_coef: float | None = field(
+        default=None,
+        metadata=doc(
+            "Weight of the auxiliary loss that keeps the routers of a mixture of experts balanced. Default: the model's own "
+            "(router_aux_loss_coef in its config). 0: none."
+        ),
+    )
     token_budget: int = field(
         default_factory=usual_token_budget,
         metadata=doc(

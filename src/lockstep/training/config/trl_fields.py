@@ -27,7 +27,6 @@ _VLLM_ARGUMENT = "give it in vllm_engine_kwargs, or to 'lockstep serve'"
 # Per name: the supported values, and why others are refused.
 ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code that comes with a model is not run"),
-    "router_aux_loss_coef": ((None, 0.0), "the routers' auxiliary loss is not supported yet"),
     "ds3_gather_for_generation": ((True,), "DeepSpeed is not supported yet"),
     "cache_implementation": ((None,), "the engines choose their own cache"),
     "vllm_enable_sleep_mode": ((False,), "sleep mode is not supported yet; lower vllm_gpu_memory_utilization instead"),
@@ -92,7 +91,6 @@ class OneValueFields:
     """The fields of TRL's configs that `ONE_VALUE` lists."""
 
     trust_remote_code: bool = field(default=False, metadata=_ONE_VALUE)
-    router_aux_loss_coef: float | None = field(default=None, metadata=_ONE_VALUE)
     disable_dropout: bool = field(
         default=True, metadata=doc("Switch dropout off. False is refused where the model or its adapter has dropout.")
     )

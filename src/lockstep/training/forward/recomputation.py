@@ -81,6 +81,11 @@ def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 _CHANGING: WeakSet[torch.nn.Module] = WeakSet()
 
 
+def layers_computed_twice() -> int:
+    """The number of layers that were found to change a product in place. The forward that found one has computed it twice."""
+    return len(_CHANGING)
+
+
 def _run(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
     if layer not in _CHANGING:
         kept = _Kept()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lockstep.algorithms.router_balance import Routing
 from lockstep.errors import InputError, LockstepError
 from lockstep.models.adapters import causal_model
 from lockstep.models.logits import changes_logits, transformed_logits
@@ -28,7 +29,8 @@ from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.filters.kept_logps import KeptSets, kept_logits, kept_logps
 from lockstep.training.forward.filters.row_rules import RowRules, moves_of_kept
 from lockstep.training.forward.pictures import picture_arguments
-from lockstep.training.forward.recomputation import products_kept
+from lockstep.training.forward.recomputation import layers_computed_twice, products_kept
+from lockstep.training.forward.routing import routing_of
 from lockstep.training.forward.token_logps import Head, token_logps
 
 
@@ -43,6 +45,7 @@ class TokenScores:
         support: (N,) int64 number of ids that could be sampled as each token; None: the sampling distribution has no filter, no
             grammar and no ban.
         draws: sums over the distribution of each token that the draws proof bets on; None: they were not asked for.
+        routing: how the routers distribute the pack's positions over experts; None: it was not asked for.
     """
 
     logps: torch.Tensor
@@ -50,6 +53,7 @@ class TokenScores:
     values: torch.Tensor | None = None
     support: torch.Tensor | None = None
     draws: DrawSums | None = None
+    routing: Routing | None = None
 
 
 def check_scorable(model: PreTrainedModel) -> None:
@@ -107,6 +111,7 @@ def score_pack(
     critic: torch.nn.Module | None = None,
     rules: IdRules | None = None,
     draws: bool = False,
+    routing: bool = False,
 ) -> TokenScores:
     """Log-prob and entropy of every scored token of a pack, under the distribution that it was sampled from.
 
@@ -120,28 +125,49 @@ def score_pack(
         rules: the run's sampling settings; None: only the temperature is set. If they have a filter that depends on the logits, the
             sequences must have kept ids.
         draws: whether to compute what the draws proof needs, for the tokens of the drawn sequences.
+        routing: whether to sum up how the routers distribute the positions.
 
     Raises:
-        InputError: a layer adds a bias, a mask or dropout to its attention, or a rule cannot be used with inserted ids.
+        InputError: a layer adds a bias, a mask or dropout to its attention, or a rule cannot be used with inserted ids; or, with
+            `routing`, no router of the model gets a gradient.
         ProofError: a sampled token is not among its kept ids, or its grammar does not allow it.
     """
     inner = causal_model(model)
     with products_kept(inner):
-        shown = {} if pack.pictures is None else picture_arguments(inner, pack, pack.pictures)
-        hidden = inner.base_model(
-            input_ids=pack.input_ids, use_cache=False, **_who_sees_whom(inner, pack), **shown
-        ).last_hidden_state.flatten(0, 1)
+        outputs = _trunk(inner, pack, routing=routing)
+    hidden = outputs.last_hidden_state.flatten(0, 1)
     config = inner.config.get_text_config()
     head = _Head(inner.get_output_embeddings(), config, fp32_head, temperature, chunk_size, entropy_gradient, draws)
     if rules is not None and rules.sampling.is_filtered:
         scores = head.among_kept(hidden, pack, rules)
     else:
         scores = head.of_rows(hidden, pack, rules)
+    if routing:
+        scores = replace(scores, routing=routing_of(inner, outputs.router_logits, pack))
     if critic is None:
         return scores
     # Tokens of equal branches share a predictor. The critic computes each predictor once.
     rows, place = torch.unique(pack.predictors, return_inverse=True)
     return replace(scores, values=_values(critic, hidden[rows])[place])
+
+
+@torch.no_grad()
+def route_pack(model: PreTrainedModel, pack: Pack) -> Routing:
+    """How the routers distribute a pack's positions over experts, without gradient. The output head is not computed."""
+    inner = causal_model(model)
+    return routing_of(inner, _trunk(inner, pack, routing=True).router_logits, pack)
+
+
+def _trunk(inner: PreTrainedModel, pack: Pack, *, routing: bool) -> Any:
+    """What the layers of a model give for a pack, with the logits of the routers if they are asked for."""
+    shown = {} if pack.pictures is None else picture_arguments(inner, pack, pack.pictures)
+    shown |= {"output_router_logits": True} if routing else {}
+    while True:
+        known = layers_computed_twice()
+        outputs = inner.base_model(input_ids=pack.input_ids, use_cache=False, **_who_sees_whom(inner, pack), **shown)
+        # Such a layer has recorded its router's logits twice.
+        if not routing or layers_computed_twice() == known:
+            return outputs
 
 
 @dataclass(frozen=True, slots=True)

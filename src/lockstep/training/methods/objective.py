@@ -103,10 +103,13 @@ class Objective(ABC, Generic[Config]):
         entropy_gradient: whether the loss has a gradient through the entropies.
         config: the run's configuration.
         epoch: number of completed passes over the training data.
+        router_coefficient: weight of the auxiliary loss of a mixture of experts, which the step adds to the method's loss; 0:
+            there is none.
         definition: name of the definition that proves advantages and weights (`parity/step/advantages.py`); None: there is none.
     """
 
     epoch = 0
+    router_coefficient = 0.0
     definition: str | None = None
     entropy_gradient = False
 
@@ -157,8 +160,11 @@ class Objective(ABC, Generic[Config]):
         """A pack's share of the optimizer step's loss; a scalar. Values to log are added to `tally`."""
 
     def has_gradient(self, sequence: TrainingSequence) -> bool:
-        """Whether a sequence contributes a gradient to the policy. Other sequences are scored without gradient."""
-        return sequence.weight != 0.0 and bool(np.any(sequence.advantages))
+        """Whether a sequence contributes a gradient to the policy. Other sequences are scored without gradient.
+
+        The auxiliary loss of routers has a gradient at every position of a sequence for which this is true.
+        """
+        return sequence.weight != 0.0 and (self.router_coefficient != 0.0 or bool(np.any(sequence.advantages)))
 
     def is_masked(self, rollout: Rollout) -> bool:
         """Whether a rollout is left out of the loss: it failed, or the length limit cut it and the config masks such rollouts."""

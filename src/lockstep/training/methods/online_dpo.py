@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+import numpy as np
 import torch
 
 from lockstep.algorithms.preference_loss import PreferenceLossType, choose, preference_loss
@@ -135,6 +136,10 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
 
     def sequence_weights(self, lengths: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
         return torch.full((len(lengths),), 2.0 / len(lengths))
+
+    def has_gradient(self, sequence: TrainingSequence) -> bool:
+        # A pair without a preference is in no part of the loss.
+        return sequence.weight != 0.0 and bool(np.any(sequence.advantages))
 
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
         beta = self.config.beta_of(self.epoch)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.algorithms.router_balance import Routing
 from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats
 from lockstep.parity.step.settings import SettingsProof
 from lockstep.report.phases import PhaseClock
@@ -28,11 +29,12 @@ from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.passes import in_passes
-from lockstep.training.forward.scoring import TokenScores, score_pack
+from lockstep.training.forward.scoring import TokenScores, route_pack, score_pack
 from lockstep.training.methods.objective import Objective, Scores, TokenBatch
 from lockstep.training.step.distributed import sum_gradients
 from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
 from lockstep.training.step.loss_gradient import LossGradient
+from lockstep.training.step.router_loss import RouterLoss
 from lockstep.training.step.step_proofs import NO_PROOFS, StepProofs
 from lockstep.training.step.update_sums import UpdateSums, measure, measure_scored
 
@@ -72,12 +74,14 @@ class Policy:
         *,
         entropy_gradient: bool = False,
         before_steps: bool = False,
+        routing: bool = False,
     ) -> TokenScores:
         """Scores of a pack, with the run's precision and sampling distribution.
 
         Args:
             rows: collects drawn tokens of the pack.
             before_steps: as in `DrawnRows.add`. Then the sums for bets are computed too, where the pack has a drawn sequence.
+            routing: whether to sum up how routers distribute the positions over experts.
         """
         with self.autocast(), hidden_states(self.model) as seen:
             compute = partial(
@@ -91,12 +95,18 @@ class Policy:
                 critic=self.critic,
                 rules=self.rules,
                 draws=before_steps and any(s.drawn for s in pack.sequences),
+                routing=routing,
             )
             shards = sharded(self.model)
             scores = compute() if shards is None else in_passes(shards, compute)
         if rows is not None:
             rows.add(pack, scores.logps.detach(), seen[-1], before_steps=before_steps)
         return scores
+
+    def route(self, pack: Pack) -> Routing:
+        """How the routers distribute a pack's positions over experts, with the run's precision and without gradient."""
+        with self.autocast():
+            return route_pack(self.model, pack)
 
     def learning(self) -> AbstractContextManager[None]:
         """A context for the forward of one pack and its backward. Where the model is sharded, all ranks do this together."""
@@ -144,11 +154,13 @@ def learn(
     clock: PhaseClock,
     sums: UpdateSums,
     proofs: StepProofs = NO_PROOFS,
+    router: RouterLoss | None = None,
 ) -> float:
     """Accumulate the gradients of a micro-batch, and add its figures to `sums`.
 
     Args:
         proofs: of what the sequences must bring into the loss.
+        router: the auxiliary loss of the step; None: there is none.
 
     Returns:
         The micro-batch's part of the step's loss.
@@ -158,7 +170,7 @@ def learn(
             log-prob is not what the method's formula gives.
     """
     with policy.casts_kept():
-        return _learn(policy, sequences, objective, clock, sums, proofs)
+        return _learn(policy, sequences, objective, clock, sums, proofs, router)
 
 
 def _learn(
@@ -168,6 +180,7 @@ def _learn(
     clock: PhaseClock,
     sums: UpdateSums,
     proofs: StepProofs,
+    router: RouterLoss | None,
 ) -> float:
     config = objective.config
     moving: list[TrainingSequence] = []
@@ -187,11 +200,14 @@ def _learn(
                     rows,
                     entropy_gradient=objective.entropy_gradient,
                     before_steps=not _scored_before(pack),
+                    routing=router is not None,
                 )
                 batch = TokenBatch.of(pack, scores)
                 proofs.check_loss(batch)
                 flow.watch(batch)
                 loss = objective.loss(batch, sums.tally)
+                if router is not None and scores.routing is not None:
+                    loss = loss + router.share(scores.routing, sums.tally)
                 sums.loss += loss.item()
                 policy.backward(loss)
             learned.append((batch, scores))
@@ -234,12 +250,18 @@ def _share(still: Sequence[TrainingSequence], verified: Sequence[TrainingSequenc
 
 
 class OptimizerStep:
-    """An optimizer step while its micro-batches are processed."""
+    """An optimizer step while its micro-batches are processed. The arguments are those of `learn`."""
 
     def __init__(
-        self, objective: Objective[Any], clock: PhaseClock, ranks: Ranks, proofs: StepProofs = NO_PROOFS
+        self,
+        objective: Objective[Any],
+        clock: PhaseClock,
+        ranks: Ranks,
+        proofs: StepProofs = NO_PROOFS,
+        router: RouterLoss | None = None,
     ) -> None:
         self._objective, self._clock, self._ranks, self._proofs = objective, clock, ranks, proofs
+        self._router = router
         self._sums = UpdateSums()
         self._failure: Exception | None = None
 
@@ -256,7 +278,7 @@ class OptimizerStep:
             return 0.0
         try:
             self._proofs.check_part(part, sequences)
-            return learn(policy, sequences, self._objective, self._clock, self._sums, self._proofs)
+            return learn(policy, sequences, self._objective, self._clock, self._sums, self._proofs, self._router)
         except Exception as error:
             if self._ranks.count == 1:
                 raise

@@ -61,11 +61,11 @@ from lockstep.training.trainers.resuming import WholeCheckpoints
 from lockstep.training.trainers.setup import (
     check_reference,
     check_reference_model,
-    check_router_loss,
     context_within,
     needs_plain_rows,
     refuse_arguments,
     rollout_tools,
+    router_coefficient,
 )
 from lockstep.training.trainers.sharding import shard_models
 from lockstep.training.trainers.steps import StepHooks
@@ -207,7 +207,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             later, tokenizer, min(context, engines), args, self.ranks, ids_of, images
         )
         check_scorable(causal_model(policy))
-        check_router_loss(policy, args)
+        self.objective.router_coefficient = router_coefficient(policy, args)
         if ref_model is not None:
             check_reference_model(policy, ref_model)
         self._rules = IdRules.of_run(sampling_of(args, tokenizer, banned), policy, tokenizer)

@@ -19,6 +19,7 @@ from lockstep.models.loaded_checks import check_finite
 from lockstep.models.policy import context_length
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.config.filter_fields import FilterFields
+from lockstep.training.forward.routing import check_routers
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows
 from lockstep.training.generate.rollouts.tools import RolloutTools
 
@@ -115,20 +116,24 @@ def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> 
         raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
 
 
-def check_router_loss(model: PreTrainedModel, args: Any) -> None:
-    """Refuse a router loss that Lockstep would silently leave out (TRL's GRPO and RLOO add it by default).
+def router_coefficient(model: PreTrainedModel, args: Any) -> float:
+    """The weight of the auxiliary loss of a mixture of experts: the user's, or the model's own, as in TRL. 0: there is none.
 
     Raises:
-        InputError: the model's routers have an auxiliary loss (mixture of experts), and `router_aux_loss_coef` does not
-            switch it off.
+        InputError: the user asks for the loss, and the model has no routers; or the loss of the model's routers is another one.
     """
-    config = causal_model(model).config.get_text_config()
-    own = getattr(config, "router_aux_loss_coef", None)
-    if own and hasattr(config, "output_router_logits") and args.router_aux_loss_coef is None:
-        raise InputError(
-            f"the routers of this model's experts have an auxiliary loss (router_aux_loss_coef={own} in its config), which cannot "
-            "be added to the loss yet; set router_aux_loss_coef=0 to train without it"
-        )
+    inner, given = causal_model(model), args.router_aux_loss_coef
+    config = inner.config.get_text_config()
+    if not hasattr(config, "output_router_logits"):
+        if given:
+            raise InputError(
+                f"router_aux_loss_coef={given}, and {type(inner).__name__} is no mixture of experts; leave it out"
+            )
+        return 0.0
+    coefficient = float((getattr(config, "router_aux_loss_coef", None) or 0.0) if given is None else given)
+    if coefficient:
+        check_routers(inner)
+    return coefficient
 
 
 def context_within(model: PreTrainedModel, wanted: int | None) -> int:
