@@ -68,6 +68,11 @@ def forget_push(engine: WeightReceiver) -> None:
     _SENT.setdefault(engine, Sent()).forget()
 
 
+def drop_record(engine: WeightReceiver) -> None:
+    """Free what is kept of an engine's pushes: it will get no more."""
+    _SENT.pop(engine, None)
+
+
 def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
     """Load the weights of `model` into an engine and commit them as `version`.
 

@@ -23,6 +23,7 @@ import torch
 from lockstep.engines.adapters.receiver import AdapterLimits
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.server_messages import agreed_answers, loaded_from
+from lockstep.engines.http.server_set import ServerSet
 from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.probe import decode_floats
 from lockstep.engines.protocol import LoadedWeights
@@ -54,25 +55,19 @@ class UsedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Servers:
+class Lent:
     """What `VLLMServer` lends to its adapters.
 
     Attributes:
-        all: the servers.
-        each: calls a function for all servers at once.
-        workers: the answers of every server to a call of its workers' method, by worker.
+        servers: its servers.
         lost: makes the error for servers that did not answer.
-        name_of: a server's name in errors and before names of modules; empty if there is only one server.
         timeout: seconds that a call or a wait may take.
         close_requests: refuse requests.
         open_requests: take requests again, for this version.
     """
 
-    all: Sequence[ServerCalls]
-    each: Callable[[Callable[[ServerCalls], Any]], list[Any]]
-    workers: Callable[..., list[list[Any]]]
+    servers: ServerSet
     lost: Callable[[str], EngineLost]
-    name_of: Callable[[int], str]
     timeout: float
     close_requests: Callable[[], None]
     open_requests: Callable[[int], None]
@@ -82,7 +77,7 @@ class ServerAdapters:
     """The adapters of one trainer on its servers.
 
     Args:
-        servers: the servers.
+        lent: the servers, and what the engine does for its adapters.
         transport: makes the transport of adapters.
         run: distinguishes this run from other runs on the same servers, and stays the same when the run is resumed.
         session: distinguishes this trainer from an earlier one of the same run.
@@ -90,14 +85,14 @@ class ServerAdapters:
 
     def __init__(
         self,
-        servers: Servers,
+        lent: Lent,
         transport: Callable[[Sequence[ServerCalls]], WeightTransport],
         run: str,
         session: str,
     ) -> None:
-        self._servers, self._choose = servers, transport
+        self._lent, self._servers, self._choose = lent, lent.servers, transport
         self._transport: WeightTransport | None = None
-        self._staging = [_Staging(server) for server in servers.all]
+        self._staging = [_Staging(server) for server in lent.servers.all]
         self._run, self._session = run or session, session
         self._pushes, self._coming = 0, ""
         self._lock = threading.Lock()
@@ -161,8 +156,8 @@ class ServerAdapters:
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
-        deadline = time.monotonic() + self._servers.timeout
-        while not self._reserve(self._servers.timeout):
+        deadline = time.monotonic() + self._lent.timeout
+        while not self._reserve(self._lent.timeout):
             self._reserve(0.0)
             if time.monotonic() > deadline:
                 raise InputError(
@@ -203,7 +198,7 @@ class ServerAdapters:
     # ---- adapter ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._servers.close_requests()
+        self._lent.close_requests()
         self.leave()
         with self._lock:
             kept = {name for name, count in self._running.items() if count > 0}
@@ -227,7 +222,7 @@ class ServerAdapters:
             if isinstance(error, LockstepError):
                 raise
             # gloo has no error type of its own for a peer that is late or gone.
-            raise self._servers.lost(f"the adapter did not reach the servers: {str(error)[:300]}") from error
+            raise self._lent.lost(f"the adapter did not reach the servers: {str(error)[:300]}") from error
         arrived = [
             loaded_from(found, self._servers.name_of(number))
             for number, staging in enumerate(self._staging)
@@ -250,7 +245,7 @@ class ServerAdapters:
     def commit(self, version: int) -> None:
         with self._lock:
             self._used = UsedAdapter(self._coming, version, self._stamp)
-        self._servers.open_requests(version)
+        self._lent.open_requests(version)
 
     def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
         assert self.name is not None
@@ -305,6 +300,28 @@ class ServerAdapters:
         self.leave()
         if self._transport is not None:
             self._transport.forget()
+
+    def leave_server(self, server: ServerCalls) -> None:
+        """Remove this run's adapters from a server that leaves, except the adapters of requests that still run."""
+        if not server.takes_adapters:
+            return
+        # The server may be gone already.
+        with suppress(LockstepError):
+            held = server.workers("lockstep_adapters")[0]["names"]
+            own = [name for name in held if name.startswith(self._run + _JOIN) and not self._running[name]]
+            _unload(server, own)
+            server.workers("lockstep_drop_adapters", json.dumps(own))
+
+    def forget_servers(self) -> None:
+        """The engine has other servers now."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        self._staging = [_Staging(server) for server in self._servers.all]
+
+    def name_as(self, other: ServerAdapters) -> None:
+        """Give the next push the name of another engine's last one, so that its requests find their adapter on these servers."""
+        self._session, self._pushes = other._session, other._pushes - 1
 
     def close(self) -> None:
         """Remove this run's adapters from the servers, if they answer, and release the transport."""

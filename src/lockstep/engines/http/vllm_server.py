@@ -2,7 +2,8 @@
 
 Requests come from an inbox (`engines/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of `sync/`. When a
 server stops answering, `EngineLost` is raised. The engine sends it no more requests until it answers again, has passed the
-first checks, and has received weights again.
+first checks, and has received weights again. A server that stays away leaves, if another one remains. Servers can also leave and
+join between two pushes.
 """
 
 from __future__ import annotations
@@ -11,19 +12,21 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from lockstep.engines.adapters.servers import ServerAdapters, Servers
+from lockstep.engines.adapters.servers import Lent, ServerAdapters
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.engines.http.call_loop import CallLoop, Pending
 from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
 from lockstep.engines.http.server_messages import agreed_answers, loaded_from
 from lockstep.engines.http.server_requests import ServerRequests
+from lockstep.engines.http.server_set import ServerSet
+from lockstep.engines.http.server_state import HEALTH_EVERY, agreed_settings, unreachable
 from lockstep.engines.http.transport import WeightTransport, finish_all
 from lockstep.engines.inbox import Inbox, answer_all
 from lockstep.engines.probe import EngineModules, ProbedModule, decode_floats
@@ -35,14 +38,13 @@ from lockstep.engines.protocol import (
     OnAnswer,
     RequestKey,
 )
-from lockstep.engines.vllm.arguments import SERVER_BACKEND
-from lockstep.engines.vllm.settings import changed_settings, differing_settings, only_dtype, settings_from
+from lockstep.engines.vllm.settings import changed_settings
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 
 T = TypeVar("T")
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
 
-_HEALTH_LIMIT, _HEALTH_EVERY, _PAUSED_EVERY = 5.0, 0.5, 0.001
+_PAUSED_EVERY = 0.001
 
 
 class VLLMServer:
@@ -58,6 +60,8 @@ class VLLMServer:
 
     Attributes:
         session: distinguishes this trainer's weights from those of any other trainer, and of an earlier run at the same step.
+        servers: the servers that the engine has.
+        is_wanted: whether a server with this URL is still wanted. One that is not is not waited for when it is lost.
 
     Raises:
         InputError: a server does not accept the key, or was started without an option that training needs.
@@ -74,27 +78,27 @@ class VLLMServer:
         generation_timeouts: float = 1.0,
         run: str = "",
     ) -> None:
-        self._timeout, self._generation_timeouts = timeout, generation_timeouts
+        self._timeout, self._generation_timeouts, self._choose = timeout, generation_timeouts, transport
         self._loop = CallLoop()
-        self._servers = [
-            ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)
-        ]
-        self._pool = ThreadPoolExecutor(max(len(self._servers), 1), thread_name_prefix="lockstep-servers")
+        self.servers = ServerSet(
+            [ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)]
+        )
+        self._servers = self.servers.all
         self._beginning: list[Future[Pending]] = []
         self._closed = threading.Event()
         self._version: int | None = None
         self._wire_dtype: torch.dtype | None = None
         self.session = secrets.token_hex(6)
+        self.is_wanted: Callable[[str], bool] = lambda url: True
         self._stamps: dict[str, int] = {}
-        lent = Servers(
-            self._servers, self._each, self._workers, self._lost, self._name, timeout, self._refuse, self._open_adapter
-        )
+        lent = Lent(self.servers, self._lost, timeout, self._refuse, self._open_adapter)
         self.adapters = ServerAdapters(lent, transport, run, self.session)
         self._requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
         self._committed: list[int] = []
         self._transport: WeightTransport | None = None
         try:
-            self._settings = self._checked_settings()
+            self.servers.greet(timeout, self._closed)
+            self._settings, self._wire_dtype = self.servers.agreed()
             self._transport = transport(self._servers)
         except EngineLost as lost:
             # There is no agreement yet that could be recovered. If a healthy server refused, its workers do not know our methods.
@@ -107,6 +111,11 @@ class VLLMServer:
     @property
     def version(self) -> int | None:
         return self._version
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """URL of each server, in their order."""
+        return self.servers.urls
 
     def settings(self) -> EngineSettings:
         return self._settings
@@ -174,25 +183,20 @@ class VLLMServer:
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
         def of(number: int) -> dict[str, str]:
             server = self._servers[number]
-            own = [name for name in names if name.rpartition("/")[0] == self._name(number)]
+            own = [name for name in names if name.rpartition("/")[0] == self.servers.name_of(number)]
             asked = json.dumps(own), str(seed), json.dumps(every), self.adapters.name or ""
             return agreed_answers(server.workers("lockstep_probe", *asked), server.url) if own else {}
 
-        answers = self._each_number(of)
+        answers = self.servers.each_number(of)
         return {name: decode_floats(text) for found in answers for name, text in found.items()}
 
     def server_of(self, key: RequestKey) -> str:
-        """URL of the server that answered a request of late; empty if there is only one server, or if it is not known."""
-        number = self._requests.answered.get(key[:2])
-        return "" if number is None else self._name(number)
-
-    def _name(self, number: int) -> str:
-        """A server's name in the names of modules and in errors: its URL; empty if there is only one server."""
-        return self._servers[number].url if len(self._servers) > 1 else ""
+        """URL of the server that answered a request of late; empty if it is not known."""
+        return self._requests.answered.get(key[:2], "")
 
     def _prefix(self, number: int) -> str:
         """Prefix of the names of a server's modules; empty if there is only one server."""
-        return f"{self._name(number)}/" if len(self._servers) > 1 else ""
+        return f"{self.servers.name_of(number)}/" if len(self._servers) > 1 else ""
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -217,7 +221,7 @@ class VLLMServer:
         self.adapters.check_free()
         self.adapters.leave()
         self._await_pauses()
-        self._beginning = [self._pool.submit(_begin, server) for server in self._servers]
+        self._beginning = self.servers.submit(_begin)
         for server, beginning in zip(self._servers, self._beginning, strict=True):
             server.beginning = beginning
 
@@ -240,9 +244,9 @@ class VLLMServer:
             raise
         for pause in finish_all(self._beginning):
             pause.result()
-        self._each(lambda server: server.call("POST", "/finish_weight_update", {}))
+        self.servers.each(lambda server: server.call("POST", "/finish_weight_update", {}))
         first, *others = [
-            loaded_from(found, self._name(number))
+            loaded_from(found, self.servers.name_of(number))
             for number, workers in enumerate(self._workers("lockstep_acknowledgement"))
             for found in workers
         ]
@@ -250,7 +254,7 @@ class VLLMServer:
 
     def reset_caches(self) -> bool:
         """Running requests also lose their cached keys and values, and compute them again with the new weights."""
-        done = self._each(lambda server: server.reset_caches())
+        done = self.servers.each(lambda server: server.reset_caches())
         if len(self._servers) > 1 and not all(done):
             refused = [server.url for server, is_done in zip(self._servers, done, strict=True) if not is_done]
             raise ProofError(
@@ -268,7 +272,7 @@ class VLLMServer:
             server.call("POST", "/update_weight_version", {"new_version": stamp})
             return server.weight_version()
 
-        found = self._each(commit)
+        found = self.servers.each(commit)
         if set(found) != {stamp}:
             raise ProofError(
                 "version",
@@ -283,20 +287,22 @@ class VLLMServer:
             )
         self._stamps[stamp] = version
         self._committed.append(version)
-        self._each(lambda server: server.call("POST", "/resume"))
+        self.servers.each(lambda server: server.call("POST", "/resume"))
         self._version = version
 
     def _stamp(self, version: int) -> str:
         """The servers' name for a weight version of this trainer."""
         return f"{self.session}:{version}"
 
-    # ---- life -------------------------------------------------------------------------------------------------------
+    # ---- servers that leave and join --------------------------------------------------------------------------------
 
     def recover(self) -> None:
         """Wait until every server answers again, and drop all earlier agreements with the servers.
 
+        A server that does not answer within the time limit leaves, if another server does; one that is not wanted leaves at once.
+
         Raises:
-            LockstepError: a server did not come back within the time limit.
+            LockstepError: no server came back within the time limit.
             ProofError: a server came back with other settings.
         """
         self._version = None
@@ -305,14 +311,16 @@ class VLLMServer:
         if self._transport is not None:
             self._transport.forget()
         before, deadline = self._settings, time.monotonic() + self._timeout
-        while True:
-            try:
-                self._settings = self._checked_settings()
-                break
-            except EngineLost as lost:
-                # The server was healthy only for a moment: it may be stopping or starting.
-                if self._closed.wait(_HEALTH_EVERY) or time.monotonic() > deadline:
-                    raise LockstepError(f"{lost}; the trainer waited for it, but it did not stay available") from lost
+        while ailing := self.servers.ailing(self._timeout):
+            is_late = self._closed.wait(HEALTH_EVERY) or time.monotonic() > deadline
+            gone = [server for server in ailing if is_late or not self.is_wanted(server.url)]
+            if len(gone) < len(self._servers):
+                for server in gone:
+                    waited = f"did not come back within {self._timeout:.0f} s" if is_late else "is not wanted any more"
+                    self._drop([server], f"it {waited} ({ailing[server]})")
+            elif is_late:
+                raise unreachable(gone[0], self._timeout, ailing[gone[0]])
+        self._settings, self._wire_dtype = self.servers.agreed()
         if self._settings != before:
             raise ProofError(
                 "handshake",
@@ -320,6 +328,57 @@ class VLLMServer:
                 "it was started again with another command line or model",
                 "start it with its former command line, and resume from the last checkpoint",
             )
+
+    def leave(self, urls: Collection[str], why: str) -> None:
+        """Send nothing more to some servers; at least one other remains. Requests that they have already may still be answered."""
+        gone = [server for server in self._servers if server.url in urls]
+        for server in gone:
+            self.adapters.leave_server(server)
+        self._drop(gone, why)
+
+    def _drop(self, gone: Sequence[ServerCalls], why: str) -> None:
+        self.servers.drop(gone, why)
+        self._forget_agreements()
+
+    def _forget_agreements(self) -> None:
+        """The transports agreed with other servers than there are now."""
+        self.adapters.forget_servers()
+        if self._transport is not None:
+            self._transport.forget()
+
+    def healthy(self, urls: Collection[str]) -> list[str]:
+        """Those of some servers, outside this engine, that say within a second that they are healthy."""
+        return self.servers.healthy(urls, self._loop)
+
+    def name_versions_as(self, other: VLLMServer) -> None:
+        """Give weight versions and adapters the names that another engine has given them, so that this engine's servers can join
+        it after one push.
+
+        Raises:
+            InputError: it has one of these servers already.
+            ProofError: its servers run with other settings.
+        """
+        agreed_settings([*other.servers.all, *self.servers.all])
+        self.session = other.session
+        self.adapters.name_as(other.adapters)
+
+    def take(self, other: VLLMServer, order: Sequence[str]) -> None:
+        """Let another engine's servers join, which hold this engine's version of the weights.
+
+        Args:
+            other: has called `name_versions_as` before its push. Afterwards it can only be closed.
+            order: URLs of all servers. Of servers with the same load, the first one in this order gets a prompt.
+        """
+        assert (other.session, other.version) == (self.session, self.version)
+        come = [server.of_engine(self._timeout, self._loop, self.recover) for server in other.servers.all]
+        # Servers on another machine may need another transport. If they cannot have it, nothing has changed.
+        transport, before = self._choose([*self._servers, *come]), self._transport
+        other.adapters.leave()
+        self.servers.add(come, order)
+        self._forget_agreements()
+        self._transport = transport
+        if before is not None:
+            before.close()
 
     def close(self) -> None:
         """Disconnect from the servers. They keep running."""
@@ -329,71 +388,10 @@ class VLLMServer:
         if self._transport is not None:
             self._transport.close()
         self._loop.close()
-        self._pool.shutdown(wait=False)
-
-    def _checked_settings(self) -> EngineSettings:
-        self._each(self._await_health)
-        states = [self._checked_state(server) for server in self._servers]
-        if len({state["instance"] for state in states}) < len(states):
-            raise InputError("two of the servers' URLs lead to the same server; give each server once")
-        found = [settings_from(state["settings"]) for state in states]
-        self._wire_dtype = only_dtype([name for state in states for name in state["loads_in"]])
-        for server, settings in zip(self._servers, found, strict=True):
-            if settings != found[0]:
-                names = differing_settings(settings, found[0])
-                raise ProofError(
-                    "handshake",
-                    f"the servers at {self._servers[0].url} and {server.url} differ in {', '.join(names)}",
-                    "they were started with different models or arguments",
-                    "start all servers of a run with the same command line",
-                )
-        return found[0]
-
-    def _await_health(self, server: ServerCalls) -> None:
-        deadline = time.monotonic() + self._timeout
-        while ailment := server.ailment(min(_HEALTH_LIMIT, self._timeout)):
-            if self._closed.wait(_HEALTH_EVERY) or time.monotonic() > deadline or "CERTIFICATE" in ailment:
-                raise LockstepError(
-                    f"the server at {server.url} did not answer within {self._timeout:.0f} s; is it running "
-                    "('lockstep serve MODEL')? The run can be resumed from its last checkpoint once it is. The last "
-                    f"answer: {ailment}"
-                )
-
-    def _checked_state(self, server: ServerCalls) -> dict[str, Any]:
-        workers = server.workers("lockstep_state")
-        state = workers[0]
-        if state["backend"] != SERVER_BACKEND:
-            raise InputError(
-                f"the server at {server.url} takes weights by {state['backend']!r}, not by {SERVER_BACKEND!r}. {HOW_TO_START}"
-            )
-        if state["copies"] != 1:
-            raise InputError(
-                f"the server at {server.url} keeps {state['copies']} copies of the model (data_parallel_size), which a trainer "
-                "cannot tell apart; start as many servers without it, and give all URLs"
-            )
-        if state["splits_prompts"]:
-            raise InputError(
-                f"the server at {server.url} computes prompts in parts (chunked prefill), and on a CPU its engine ends when a "
-                f"prompt of a request with a seed is split. {HOW_TO_START}"
-            )
-        server.world_size = state["world_size"]
-        server.takes_priorities = state["takes_priorities"]
-        server.picture_cache = state["picture_cache"]
-        server.available_bytes = min(worker["available_bytes"] for worker in workers)
-        server.takes_adapters = state["adapters"]
-        # Stages of a pipeline may have parameters of different dtypes.
-        return {**state, "loads_in": [name for worker in workers for name in worker["loads_in"]]}
+        self.servers.close()
 
     def _workers(self, method: str, *args: str) -> list[list[Any]]:
-        """The answers of every server, by worker."""
-        return self._each(lambda server: server.workers(method, *args))
-
-    def _each(self, call: Callable[[ServerCalls], T]) -> list[T]:
-        return self._each_number(lambda number: call(self._servers[number]))
-
-    def _each_number(self, call: Callable[[int], T]) -> list[T]:
-        """Call a function for all servers at once. All calls have ended before an error is raised."""
-        return finish_all([self._pool.submit(call, number) for number in range(len(self._servers))])
+        return self.servers.workers(method, *args)
 
 
 def _begin(server: ServerCalls) -> Pending[Any, Any]:

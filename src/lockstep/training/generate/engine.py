@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +56,9 @@ def start_engine(
         check_alone(policy)
         adapter = adapter_arguments(*adapter_shape(policy))
     if config.vllm_mode == "server":
-        with busy(f"waiting for {', '.join(config.server_urls)}"):
-            return connect(
-                config.server_urls,
-                key_file=config.vllm_server_key_file,
-                timeout=config.vllm_server_timeout,
-                generation_timeouts=config.generation_timeout / config.vllm_server_timeout,
-                transport=config.vllm_weight_transport,
-                deltas=config.vllm_weight_deltas,
-                group_host=config.vllm_group_host,
-                group_port=config.vllm_group_port,
-                run=_run_name(config.output_dir) if adapter else "",
-            ).engine
+        urls = config.server_urls
+        with busy(f"waiting for {', '.join(urls)}"):
+            return connect_servers(config, urls)
     if ranks > 1 and (vllm_installed() if config.use_vllm is None else config.use_vllm):
         raise InputError(
             f"{ranks} trainer processes: vLLM in one of them would wait for the others in their process group. Start "
@@ -88,6 +79,26 @@ def start_engine(
         max_num_seqs=config.vllm_max_num_seqs,
         timeout=config.generation_timeout,
     )
+
+
+def connect_servers(config: OnlineConfig, urls: Sequence[str]) -> VLLMServer:
+    """Connect to servers as a config says.
+
+    Raises:
+        InputError: a server was started without something that training needs, or does not accept the key.
+        LockstepError: a server did not answer in time.
+    """
+    return connect(
+        urls,
+        key_file=config.vllm_server_key_file,
+        timeout=config.vllm_server_timeout,
+        generation_timeouts=config.generation_timeout / config.vllm_server_timeout,
+        transport=config.vllm_weight_transport,
+        deltas=config.vllm_weight_deltas,
+        group_host=config.vllm_group_host,
+        group_port=config.vllm_group_port,
+        run=_run_name(config.output_dir) if config.vllm_enable_lora else "",
+    ).engine
 
 
 def _run_name(output_dir: str | None) -> str:
