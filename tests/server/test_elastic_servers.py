@@ -21,6 +21,7 @@ from training import equal, make_trainer, train
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.server_requests import ServerRequests
 from lockstep.engines.probe import decode_floats, encode_floats
+from lockstep.errors import EngineLost
 from lockstep.parity.receipt import check_receipt, read_receipt
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.training.trainers.grpo import GRPOTrainer
@@ -95,6 +96,10 @@ def other_outputs(workers: list[Any]) -> list[Any]:
     return [{name: encode_floats(decode_floats(text) + 1) for name, text in worker.items()} for worker in workers]
 
 
+def gone(workers: list[Any]) -> list[Any]:
+    raise EngineLost("the server is gone again", lambda: None)
+
+
 def other_scores(url: str) -> Any:
     """While this is entered, one server scores the canary wrongly."""
     real = ServerRequests._score
@@ -126,37 +131,38 @@ def test_servers_join_when_they_are_proven_and_leave_by_the_file_and_the_weights
                 1: named(one, two, fault=damaged_answers(two, "lockstep_acknowledgement", other_digest)),
                 2: named(one, two, fault=damaged_answers(two, "lockstep_probe", other_outputs)),
                 3: named(one, two, fault=other_scores(two)),
-                # The same file: the server that was refused is not tried again, and the run goes on.
-                5: named(one, other.url, one.replace("127.0.0.1", "localhost"), f"http://127.0.0.1:{free_port()}"),
-                6: named(two, one),
-                8: lambda *_: file.write_text("gpu-node"),
-                9: named(two),
+                4: named(one, two, fault=damaged_answers(two, "lockstep_probe", gone)),
+                # At step 5 the file is the same: the server that was refused is not tried again, and the run goes on.
+                6: named(one, other.url, one.replace("127.0.0.1", "localhost"), f"http://127.0.0.1:{free_port()}"),
+                7: named(two, one),
+                9: lambda *_: file.write_text("gpu-node"),
+                10: named(two),
             }
         )
-        common = {"max_steps": 11, "logging_steps": 1}
+        common = {"max_steps": 12, "logging_steps": 1}
         expected = train(make_trainer(untied_dir, tmp_path / "whole", one, **common))
         trainer = make_trainer(untied_dir, tmp_path / "run", None, vllm_server_url_file=str(file), **common)
         assert equal(train(trainer, steps), expected)
     printed = capfd.readouterr().out
-    assert steps.answered == [{one}] * 6 + [{one, two}] * 3 + [{two}] * 2
-    assert steps.in_full == [""] * 11
-    assert server_counts(trainer) == [1] * 6 + [2] * 3 + [1] * 2
+    assert steps.answered == [{one}] * 7 + [{one, two}] * 3 + [{two}] * 2
+    assert steps.in_full == [""] * 12
+    assert server_counts(trainer) == [1] * 7 + [2] * 3 + [1] * 2
+    assert trainer.source.losses == 0
     first, *changes = [*changes_of(tmp_path / "run")]
     assert first["step"] == 1
     refused = [(line["step"], url, why) for line in [first, *changes] for url, why in line["refused"].items()]
     assert [(step, url) for step, url, _ in refused] == [
-        (1, two), (2, two), (3, two), (5, other.url), (5, one.replace("127.0.0.1", "localhost")),
+        (1, two), (2, two), (3, two), (4, two), (6, other.url), (6, one.replace("127.0.0.1", "localhost")),
     ]  # fmt: skip
-    for (_, url, why), said in zip(
-        refused, ("'digest'", "'module_probe'", "canary", "max_model_len", "lead to the same server"), strict=True
-    ):
+    reasons = "'digest'", "'module_probe'", "canary", "gone again", "max_model_len", "lead to the same server"
+    for (_, url, why), said in zip(refused, reasons, strict=True):
         assert said in why
         assert f"the server at {url} is refused, and the run goes on without it: {why}" in printed
     assert [(line["step"], line["joined"], line["servers"]) for line in changes if line["joined"]] == [
-        (6, [two], [two, one])
+        (7, [two], [two, one])
     ]
     assert [(line["step"], line["left"], line["servers"]) for line in changes if line["left"]] == [
-        (9, {one: f"{file} does not name it any more"}, [two])
+        (10, {one: f"{file} does not name it any more"}, [two])
     ]
     assert f"the servers of the run stay as they are: vllm_server_url_file={file} has 'gpu-node'" in printed
 
@@ -191,6 +197,16 @@ def test_a_server_that_does_not_come_back_leaves_and_joins_again_when_it_is_back
         def start_again(trainer: GRPOTrainer, held: ExitStack) -> None:
             port = int(lost.url.rpartition(":")[2])
             life.enter_context(serve(untied_dir, tmp_path, port=port))
+            engine, choose, failed = trainer.engine, trainer.engine._choose, list[EngineLost]()
+
+            def lost_once(servers: Any) -> Any:
+                # One of the servers that the run has is lost while the other one joins. That one is not refused for it.
+                if not failed:
+                    failed.append(EngineLost("lost", engine.recover))
+                    raise failed[0]
+                return choose(servers)
+
+            held.enter_context(patch.object(engine, "_choose", lost_once))
 
         steps = Steps({1: kill_while_it_samples, 3: start_again})
         trainer = make_trainer(untied_dir, tmp_path / "run", f"{server.url},{lost.url}", **common)
@@ -198,11 +214,12 @@ def test_a_server_that_does_not_come_back_leaves_and_joins_again_when_it_is_back
     both = {server.url, lost.url}
     assert steps.answered == [both, {server.url}, {server.url}, both, both]
     assert server_counts(trainer) == [2, 1, 1, 2, 2]
-    assert trainer.source.losses == 1
+    assert trainer.source.losses == 2
     left, joined = changes_of(tmp_path / "run")
     assert (left["step"], left["servers"]) == (1, [server.url])
     assert "did not come back within 6 s" in left["left"][lost.url]
     assert (joined["step"], joined["joined"], joined["servers"]) == (3, [lost.url], [server.url, lost.url])
+    assert not joined["refused"]
     said = capfd.readouterr().out
     assert f"the server at {lost.url} has left the run, which goes on with 1 server: it did not come back" in said
     assert f"the server at {lost.url} has joined the run, which goes on with 2 servers" in said

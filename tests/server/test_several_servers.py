@@ -27,6 +27,7 @@ from lockstep.errors import EngineLost, ProofError
 from lockstep.parity.module_probe import ModuleProbe, check_probe
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
+from lockstep.sync.wire.gloo import GlooTransport
 
 # Two servers on two cores start slowly.
 pytestmark = [*VLLM, pytest.mark.long]
@@ -202,6 +203,41 @@ def test_one_stopped_server_loses_the_engine_until_it_goes_on(server: Server, se
     engine.recover()
     push_weights(make_model(), engine, 2)
     assert len(engine.generate(asked(6, 2))) == 12
+    engine.close()
+
+
+def test_a_lost_server_that_is_not_wanted_any_more_is_not_waited_for(
+    server: Server, untied_dir: str, tmp_path: Path
+) -> None:
+    with serve(untied_dir, tmp_path) as gone:
+        engine = connect(server.url, gone.url)
+        push_weights(make_model(), engine, 1)
+    engine.is_wanted = lambda url: url == server.url
+    with pytest.raises(EngineLost):
+        engine.generate(asked(6, 2))
+    engine.recover()
+    assert engine.members == (server.url,)
+    assert "is not wanted any more" in engine.servers.left[gone.url]
+    push_weights(make_model(), engine, 2)
+    assert len(engine.generate(asked(6, 2))) == 12
+    engine.close()
+
+
+def test_when_a_server_without_this_memory_joins_weights_go_to_all_over_gloo(server: Server, second: Server) -> None:
+    engine, model = connect(server.url), perturbed(make_model(), scale=0.5)
+    push_weights(model, engine, 1)
+    with patch("lockstep.sync.wire.transport.sees_this_memory", lambda asked: asked.url == server.url):
+        joining = connect(second.url)
+        joining.name_versions_as(engine)
+        push_weights(model, joining, 1)
+        engine.take(joining, [second.url, server.url])
+    joining.close()
+    assert isinstance(engine._transport, GlooTransport)
+    assert engine.members == (second.url, server.url)
+    assert gap_by_version({1: model}, list(engine.generate(asked(6, 2)).values())) < 1e-3
+    moved = perturbed(make_model(), scale=0.4)
+    assert push_weights(moved, engine, 2).in_full == ""
+    check_probe(ModuleProbe(moved, engine, torch.float32).measure(2, every=True), 2)
     engine.close()
 
 
