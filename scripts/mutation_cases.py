@@ -1104,6 +1104,20 @@ MUTATIONS = [
         "tests/input/test_bad_config_files.py",
     ),
     Mutation(
+        "comments in the file of URLs",
+        "engines/http/server_calls.py",
+        'line.partition("#")[0].strip()',
+        "line.strip()",
+        "tests/server/test_url_file.py",
+    ),
+    Mutation(
+        "two fields that name the servers",
+        "training/config/online_config.py",
+        "elif self.vllm_server_base_url is not None:",
+        "elif False:",
+        "tests/server/test_url_file.py",
+    ),
+    Mutation(
         "passwords in URLs",
         "engines/http/server_calls.py",
         'if "@" in url:',

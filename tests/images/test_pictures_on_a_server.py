@@ -120,7 +120,7 @@ def test_the_pixels_of_a_picture_are_sent_once(
     sent: list[str] = []
     whole = server_requests.ServerRequests._post
 
-    async def noted(self: Any, server: int, body: dict[str, Any], *more: Any) -> Any:
+    async def noted(self: Any, server: Any, body: dict[str, Any], *more: Any) -> Any:
         shown = body.get("features", {"mm_hashes": {"image": []}, "kwargs_data": {"image": []}})
         sent.extend(
             digest

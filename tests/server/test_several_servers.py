@@ -19,6 +19,7 @@ from test_in_flight import gap_by_version
 from tiny import make_model, perturbed
 from training import equal, make_trainer, train
 
+from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.server_requests import ServerRequests
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
@@ -26,6 +27,7 @@ from lockstep.errors import EngineLost, ProofError
 from lockstep.parity.module_probe import ModuleProbe, check_probe
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
+from lockstep.sync.wire.gloo import GlooTransport
 
 # Two servers on two cores start slowly.
 pytestmark = [*VLLM, pytest.mark.long]
@@ -62,33 +64,43 @@ def asked(prompts: int, samples: int) -> list[GenerationRequest]:
 def test_both_hold_the_weights_and_both_answer(pair: Pair) -> None:
     model = perturbed(make_model(), scale=0.5)
     push_weights(model, pair.engine, 3)
-    posted: list[int] = []
+    posted: list[str] = []
     real = pair.engine._requests._post
 
-    async def counting(server: int, *what: Any) -> object:
-        posted.append(server)
+    async def counting(server: ServerCalls, *what: Any) -> object:
+        posted.append(server.url)
         return await real(server, *what)
 
     pair.engine._requests._post = counting  # type: ignore[method-assign]
     answers = pair.engine.generate(asked(6, 3))
-    assert sorted(posted) == [0] * 9 + [1] * 9
+    assert sorted(posted) == sorted([server.url for server in pair.servers] * 9)
     assert gap_by_version({3: model}, list(answers.values())) < 1e-3
 
 
 def test_the_samples_of_a_prompt_and_the_calls_of_a_rollout_stay_together(pair: Pair) -> None:
     push_weights(make_model(), pair.engine, 1)
-    routes: dict[Any, int] = {}
-    places: dict[str, set[int]] = {}
+    routes: dict[Any, ServerCalls] = {}
+    places: dict[str, set[str]] = {}
     for request in asked(5, 4):
         # A later call of the same rollout has other prompt ids.
         later = replace(request, key=request.key._replace(call=1), prompt_ids=(*request.prompt_ids.tolist(), 5, 6))
         for one in (request, later):
             server = pair.engine._requests.route(one, routes)
-            pair.engine._requests._open[server] += one.sampling.max_tokens
-            places.setdefault(request.key.prompt_id, set()).add(server)
-    pair.engine._requests._open[:] = [0, 0]
+            pair.engine._requests.load(server).tokens += one.sampling.max_tokens
+            places.setdefault(request.key.prompt_id, set()).add(server.url)
     assert all(len(where) == 1 for where in places.values())
-    assert {place for where in places.values() for place in where} == {0, 1}
+    assert {place for where in places.values() for place in where} == {server.url for server in pair.servers}
+
+
+def test_the_calls_of_a_rollout_whose_server_has_left_go_to_another_one(pair: Pair) -> None:
+    push_weights(make_model(), pair.engine, 1)
+    routes: dict[Any, ServerCalls] = {}
+    (request,) = asked(1, 1)
+    first = pair.engine._requests.route(request, routes).url
+    assert first == pair.servers[0].url
+    pair.engine.leave([first], "the test says so")
+    assert pair.engine._requests.route(request, routes).url == pair.servers[1].url
+    assert len(pair.engine.generate(asked(3, 2))) == 6
 
 
 def test_requests_of_two_calls_are_distributed_like_requests_of_one_call(pair: Pair) -> None:
@@ -103,14 +115,18 @@ def test_requests_of_two_calls_are_distributed_like_requests_of_one_call(pair: P
     with patch.object(requests, "_post", never):
         calls = [Asked(pair.engine, [one]) for one in several]
         # This runs in the thread of the calls, after all four have begun.
-        assert pair.engine._loop.run(still_open(requests)) == [200, 200]
+        assert pair.engine._loop.run(still_open(pair.engine)) == [200, 200]
         for call in calls:
             call.give_up()
-    assert requests._open == [0, 0]
+    assert open_tokens(pair.engine) == [0, 0]
 
 
-async def still_open(requests: ServerRequests) -> list[int]:
-    return list(requests._open)
+def open_tokens(engine: VLLMServer) -> list[int]:
+    return [engine._requests.load(server).tokens for server in engine._servers]
+
+
+async def still_open(engine: VLLMServer) -> list[int]:
+    return open_tokens(engine)
 
 
 def test_requests_that_were_given_up_are_not_counted_for_ever(pair: Pair) -> None:
@@ -118,9 +134,9 @@ def test_requests_that_were_given_up_are_not_counted_for_ever(pair: Pair) -> Non
     for call in [Asked(pair.engine, asked(4, 2)) for _ in range(3)]:
         call.give_up()
     deadline = time.monotonic() + 60
-    while any(pair.engine._requests._open) and time.monotonic() < deadline:
+    while any(open_tokens(pair.engine)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert pair.engine._requests._open == [0, 0]
+    assert open_tokens(pair.engine) == [0, 0]
 
 
 @pytest.mark.parametrize("pair", ["shared_memory", "gloo"], indirect=True)
@@ -145,9 +161,9 @@ def test_a_gap_names_the_server_whose_answers_have_it(
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     real = ServerRequests._sample
 
-    async def shifted(self: ServerRequests, request: GenerationRequest, number: int, limit: float) -> Completion:
-        answer = await real(self, request, number, limit)
-        return answer if number == 0 else replace(answer, logprobs=answer.logprobs - 0.1)
+    async def shifted(self: ServerRequests, request: GenerationRequest, at: ServerCalls, limit: float) -> Completion:
+        answer = await real(self, request, at, limit)
+        return answer if at.url == server.url else replace(answer, logprobs=answer.logprobs - 0.1)
 
     trainer = make_trainer(untied_dir, tmp_path, f"{server.url},{second.url}")
     with patch.object(ServerRequests, "_sample", shifted), pytest.raises(ProofError) as failed:
@@ -187,6 +203,41 @@ def test_one_stopped_server_loses_the_engine_until_it_goes_on(server: Server, se
     engine.recover()
     push_weights(make_model(), engine, 2)
     assert len(engine.generate(asked(6, 2))) == 12
+    engine.close()
+
+
+def test_a_lost_server_that_is_not_wanted_any_more_is_not_waited_for(
+    server: Server, untied_dir: str, tmp_path: Path
+) -> None:
+    with serve(untied_dir, tmp_path) as gone:
+        engine = connect(server.url, gone.url)
+        push_weights(make_model(), engine, 1)
+    engine.is_wanted = lambda url: url == server.url
+    with pytest.raises(EngineLost):
+        engine.generate(asked(6, 2))
+    engine.recover()
+    assert engine.members == (server.url,)
+    assert "is not wanted any more" in engine.servers.left[gone.url]
+    push_weights(make_model(), engine, 2)
+    assert len(engine.generate(asked(6, 2))) == 12
+    engine.close()
+
+
+def test_when_a_server_without_this_memory_joins_weights_go_to_all_over_gloo(server: Server, second: Server) -> None:
+    engine, model = connect(server.url), perturbed(make_model(), scale=0.5)
+    push_weights(model, engine, 1)
+    with patch("lockstep.sync.wire.transport.sees_this_memory", lambda asked: asked.url == server.url):
+        joining = connect(second.url)
+        joining.name_versions_as(engine)
+        push_weights(model, joining, 1)
+        engine.take(joining, [second.url, server.url])
+    joining.close()
+    assert isinstance(engine._transport, GlooTransport)
+    assert engine.members == (second.url, server.url)
+    assert gap_by_version({1: model}, list(engine.generate(asked(6, 2)).values())) < 1e-3
+    moved = perturbed(make_model(), scale=0.4)
+    assert push_weights(moved, engine, 2).in_full == ""
+    check_probe(ModuleProbe(moved, engine, torch.float32).measure(2, every=True), 2)
     engine.close()
 
 

@@ -23,7 +23,14 @@ def even_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 
 def make_trainer(
-    model: str, folder: Path, url: str, *, reward: Any = even_tokens, data: Any = None, **changes: Any
+    model: str,
+    folder: Path,
+    url: str | None,
+    *,
+    reward: Any = even_tokens,
+    data: Any = None,
+    peft_config: Any = None,
+    **changes: Any,
 ) -> GRPOTrainer:
     """A trainer on servers, with fixed values for everything that its final weights depend on."""
     settings: dict[str, Any] = {
@@ -47,7 +54,8 @@ def make_trainer(
     held_out = None
     if settings.get("eval_strategy", "no") != "no":
         held_out = datasets.Dataset.from_dict({"prompt": ["what is 90 + 1", "what is 91 + 1"]})
-    return GRPOTrainer(model, reward, GRPOConfig(output_dir=str(folder), **settings), data, held_out)
+    config = GRPOConfig(output_dir=str(folder), **settings)
+    return GRPOTrainer(model, reward, config, data, held_out, peft_config=peft_config)
 
 
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:

@@ -76,17 +76,20 @@ class ProvenPusher:
         self._seed, self._phase = seed, phase
         self._adapters = AdapterPusher(model, engine) if adapter_alone else None
         self._module_probe: ModuleProbe | None = None
+        self._probed: tuple[str, ...] = ()
         self._trusted = False
         self.proof: PushProof | None = None
 
     @property
     def module_probe(self) -> ModuleProbe:
-        """The probe of the engine's modules; it is made at its first use.
+        """The probe of the engine's modules; it is made at its first use, and again when the engine has other servers.
 
         Raises:
             InputError: the engine runs no module under the trained model's names.
         """
-        if self._module_probe is None:
+        members: tuple[str, ...] = getattr(self._engine, "members", ())
+        if self._module_probe is None or members != self._probed:
+            self._probed = members
             if self._adapters is None:
                 self._module_probe = ModuleProbe(self._model, self._engine, self._dtype)
             else:

@@ -68,6 +68,11 @@ def forget_push(engine: WeightReceiver) -> None:
     _LAST_PUSHES.setdefault(engine, LastPush()).forget()
 
 
+def drop_record(engine: WeightReceiver) -> None:
+    """Free the record of an engine that gets no further push."""
+    _LAST_PUSHES.pop(engine, None)
+
+
 def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
     """Load the weights of `model` into an engine and commit them as `version`.
 

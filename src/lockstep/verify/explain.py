@@ -27,7 +27,8 @@ def explain_run(folder: Path) -> str:
     steps = [e for e in entries if e.get("kind") == "step"]
     if not starts or not steps:
         raise InputError(f"{receipt} holds no step yet")
-    return "\n".join([*_about(starts), "", *_gaps(steps, starts[-1]), "", *_parts(folder), *_weights(steps, starts)])
+    about, gaps = [*_about(starts), *_servers(entries)], _gaps(steps, starts[-1])
+    return "\n".join([*about, "", *gaps, "", *_parts(folder), *_weights(steps, starts)])
 
 
 def _about(starts: list[Line]) -> list[str]:
@@ -42,6 +43,15 @@ def _about(starts: list[Line]) -> list[str]:
     ]
     if len(starts) > 1:
         lines.append(f"starts      {len(starts)}: at steps {', '.join(str(s['step']) for s in starts)}")
+    return lines
+
+
+def _servers(entries: list[Line]) -> list[str]:
+    """When servers joined, left or were refused."""
+    lines = []
+    for entry in (e for e in entries if e.get("kind") == "servers"):
+        said = [f"{url} {what}" for what in ("joined", "left", "refused") for url in entry[what]]
+        lines.append(f"servers     at step {entry['step']}: {', '.join(said)}; then {len(entry['servers'])}")
     return lines
 
 

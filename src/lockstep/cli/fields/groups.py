@@ -55,12 +55,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "engine": (
         "use_vllm", "vllm_max_num_seqs", "vllm_gpu_memory_utilization", "vllm_max_model_length", "engine_dtype",
-        "vllm_engine_kwargs", "vllm_enable_lora",
+        "vllm_engine_kwargs", "vllm_model_impl", "vllm_enable_lora",
     ),
     "server": (
-        "vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_key_file",
-        "vllm_server_timeout", "vllm_weight_transport", "vllm_weight_deltas", "vllm_group_host", "vllm_group_port",
-        "max_staleness",
+        "vllm_mode", "vllm_server_base_url", "vllm_server_url_file", "vllm_server_host", "vllm_server_port",
+        "vllm_server_key_file", "vllm_server_timeout", "vllm_weight_transport", "vllm_weight_deltas", "vllm_group_host",
+        "vllm_group_port", "max_staleness",
     ),
     "proofs": (
         "vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max",

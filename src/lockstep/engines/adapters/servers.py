@@ -23,6 +23,7 @@ import torch
 from lockstep.engines.adapters.receiver import AdapterLimits
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.server_messages import agreed_answers, loaded_from
+from lockstep.engines.http.server_set import ServerSet
 from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.probe import decode_floats
 from lockstep.engines.protocol import LoadedWeights
@@ -55,25 +56,19 @@ class UsedAdapter:
 
 
 @dataclass(frozen=True, slots=True)
-class Servers:
+class EngineParts:
     """The parts of `VLLMServer` that its adapters use.
 
     Attributes:
-        all: the servers.
-        each: calls a function for all servers at once.
-        workers: calls a method of all workers of all servers; returns one list of answers per server, in the order of its workers.
+        servers: the servers.
         lost: makes the error for servers that did not answer.
-        name_of: gives a server's name for errors and for the names of modules; empty if there is only one server.
         timeout: seconds that a call or a wait may take.
         close_requests: makes the engine refuse requests.
         open_requests: makes the engine accept requests again, for this weight version.
     """
 
-    all: Sequence[ServerCalls]
-    each: Callable[[Callable[[ServerCalls], Any]], list[Any]]
-    workers: Callable[..., list[list[Any]]]
+    servers: ServerSet
     lost: Callable[[str], EngineLost]
-    name_of: Callable[[int], str]
     timeout: float
     close_requests: Callable[[], None]
     open_requests: Callable[[int], None]
@@ -83,7 +78,7 @@ class ServerAdapters:
     """The adapters of one trainer on its servers.
 
     Args:
-        servers: the servers.
+        engine: the servers, and what the engine does for its adapters.
         transport: makes the transport that sends the adapters.
         run: distinguishes this run from other runs on the same servers, and stays the same when the run is resumed.
         session: distinguishes this trainer from an earlier one of the same run.
@@ -91,14 +86,14 @@ class ServerAdapters:
 
     def __init__(
         self,
-        servers: Servers,
+        engine: EngineParts,
         transport: Callable[[Sequence[ServerCalls]], WeightTransport],
         run: str,
         session: str,
     ) -> None:
-        self._servers, self._make_transport = servers, transport
+        self._engine, self._servers, self._make_transport = engine, engine.servers, transport
         self._transport: WeightTransport | None = None
-        self._adapter_calls = [_AdapterCalls(server) for server in servers.all]
+        self._adapter_calls = [_AdapterCalls(server) for server in engine.servers.all]
         self._run, self._session = run or session, session
         self._pushes, self._coming = 0, ""
         self._lock = threading.Lock()
@@ -162,8 +157,8 @@ class ServerAdapters:
 
     @contextmanager
     def reserved(self) -> Iterator[None]:
-        deadline = time.monotonic() + self._servers.timeout
-        while not self._reserve(self._servers.timeout):
+        deadline = time.monotonic() + self._engine.timeout
+        while not self._reserve(self._engine.timeout):
             self._reserve(0.0)
             if time.monotonic() > deadline:
                 raise InputError(
@@ -204,7 +199,7 @@ class ServerAdapters:
     # ---- adapter ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        self._servers.close_requests()
+        self._engine.close_requests()
         self.use_none()
         with self._lock:
             kept = {name for name, count in self._running.items() if count > 0}
@@ -228,7 +223,7 @@ class ServerAdapters:
             if isinstance(error, LockstepError):
                 raise
             # gloo raises a plain RuntimeError for a peer that is late or gone.
-            raise self._servers.lost(f"the adapter did not reach the servers: {str(error)[:300]}") from error
+            raise self._engine.lost(f"the adapter did not reach the servers: {str(error)[:300]}") from error
         arrived = [
             loaded_from(found, self._servers.name_of(number))
             for number, calls in enumerate(self._adapter_calls)
@@ -251,7 +246,7 @@ class ServerAdapters:
     def commit(self, version: int) -> None:
         with self._lock:
             self._used = UsedAdapter(self._coming, version, self._stamp)
-        self._servers.open_requests(version)
+        self._engine.open_requests(version)
 
     def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
         assert self.name is not None
@@ -306,6 +301,28 @@ class ServerAdapters:
         self.use_none()
         if self._transport is not None:
             self._transport.forget()
+
+    def leave_server(self, server: ServerCalls) -> None:
+        """Remove this run's adapters from a server that leaves, except the adapters of requests that still run."""
+        if not server.takes_adapters:
+            return
+        # The server may be gone already.
+        with suppress(LockstepError):
+            held = server.workers("lockstep_adapters")[0]["names"]
+            own = [name for name in held if name.startswith(self._run + _JOIN) and not self._running[name]]
+            _unload(server, own)
+            server.workers("lockstep_drop_adapters", json.dumps(own))
+
+    def forget_servers(self) -> None:
+        """The engine has other servers now."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        self._adapter_calls = [_AdapterCalls(server) for server in self._servers.all]
+
+    def name_as(self, other: ServerAdapters) -> None:
+        """Give the next push the name of another engine's last one, so that its requests find their adapter on these servers."""
+        self._session, self._pushes = other._session, other._pushes - 1
 
     def close(self) -> None:
         """Remove this run's adapters from the servers, if they answer, and release the transport."""

@@ -15,6 +15,7 @@ import ipaddress
 import resource
 import ssl
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +24,7 @@ import msgspec
 
 from lockstep.engines.http.call_loop import CallLoop, Pending
 from lockstep.engines.http.greeting import GREETING, NONCE_HEADER, PROOF_HEADER, Session, make_nonce, server_proof
+from lockstep.engines.protocol import EngineSettings
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.errors import EngineLost, InputError, LockstepError
 
@@ -47,9 +49,13 @@ class ServerCalls:
     def __init__(self, url: str, key: str | None, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
-        # Facts about the server, known after its first answer: the number of workers that share its model, whether requests may
-        # have priorities, the bytes of its cache of pictures (0: it has none), the free main memory of its machine, and whether it
-        # was started with LoRA.
+        # Facts about the server, known after its first answer (`server_state.py`): its settings, what distinguishes its process
+        # from others, the dtypes of its parameters, the number of workers that share its model, whether requests may have
+        # priorities, the bytes of its cache of pictures (0: it has none), the free main memory of its machine, and whether it was
+        # started with LoRA.
+        self.settings: EngineSettings | None = None
+        self.instance = ""
+        self.loads_in: list[str] = []
         self.world_size = 1
         self.takes_priorities = False
         self.picture_cache = 0
@@ -72,6 +78,16 @@ class ServerCalls:
             trust_env=False,
             verify=_certificates(),
         )
+
+    def of_engine(self, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> ServerCalls:
+        """The same server, called by another engine."""
+        calls = ServerCalls(self.url, self._key, timeout, loop, recover)
+        for name in (
+            "settings", "instance", "loads_in", "world_size", "takes_priorities", "picture_cache", "available_bytes",
+            "takes_adapters",
+        ):  # fmt: skip
+            setattr(calls, name, getattr(self, name))
+        return calls
 
     async def ask(
         self, method: str, path: str, body: Any = None, *, limit: float | None = None, plain: bool = False, **query: Any
@@ -264,18 +280,40 @@ def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
     return [url.strip().rstrip("/") for url in base_url.split(",")]
 
 
-def check_urls(name: str, urls: Sequence[str]) -> None:
+def urls_of_file(name: str, file: str) -> list[str]:
+    """Base URL of each server, from a text file with one URL per line. Empty lines and what follows a # are ignored.
+
+    Args:
+        name: name of the field, for the error.
+
+    Raises:
+        InputError: the file cannot be read, names no server, or has a line that is not a URL.
+    """
+    try:
+        lines = Path(file).expanduser().read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"{name}={file!r} cannot be read ({error}); it must be a text file with one base URL per line"
+        ) from error
+    urls = [line.partition("#")[0].strip().rstrip("/") for line in lines]
+    urls = [url for url in urls if url]
+    check_urls(f"{name}={file}", urls, "one per line")
+    return urls
+
+
+def check_urls(name: str, urls: Sequence[str], given: str = "separated by commas") -> None:
     """Refuse base URLs that cannot belong to servers. The error never shows a password.
 
     Args:
         name: name of the field or argument that has the URLs, for the error.
+        given: how several URLs are written there.
 
     Raises:
         InputError: a URL is not `http(s)://HOST[:PORT][/PATH]`, carries a user name or password, or is given twice.
     """
     if not urls:
         raise InputError(f"{name} names no server")
-    example = "it must be different URLs such as http://127.0.0.1:8000, separated by commas"
+    example = f"it must be different URLs such as http://127.0.0.1:8000, {given}"
     for url in urls:
         if "@" in url:
             raise InputError(
@@ -288,7 +326,7 @@ def check_urls(name: str, urls: Sequence[str]) -> None:
         except ValueError:
             is_valid = False
         if not is_valid:
-            raise InputError(f"{name}={url!r}; {example}")
+            raise InputError(f"{name} has {url!r}; {example}")
     if len(set(urls)) != len(urls):
         raise InputError(f"{name} names {max(urls, key=urls.count)} twice; {example}")
 

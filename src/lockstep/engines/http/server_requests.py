@@ -11,6 +11,7 @@ import json
 import secrets
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from lockstep.engines.adapters.servers import ServerAdapters, UsedAdapter
 from lockstep.engines.http.call_loop import CLOSED, CallLoop, Pending
@@ -38,14 +39,30 @@ _OPEN_REQUESTS = 256
 # Number of rollouts whose server is remembered, for errors.
 _REMEMBERED = 65_536
 # The server of each rollout and of each prompt of one generation.
-Routes = dict[tuple[str, int] | bytes, int]
+Routes = dict[tuple[str, int] | bytes, ServerCalls]
 Versions = Callable[[], Collection[int]]
+
+
+class _Load:
+    """The load of one server. Only the thread of the calls changes it.
+
+    Attributes:
+        tokens: tokens that the server may still have to sample.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.gate = asyncio.Semaphore(_OPEN_REQUESTS)
+        # Scoring requests do not wait for generation requests.
+        self.scoring_gate = asyncio.Semaphore(_OPEN_REQUESTS)
+        self.pictures = SentPictures()
 
 
 class ServerRequests:
     """Requests to servers that hold the same weights.
 
     Args:
+        servers: the servers. The list may change at any time.
         stamps: weight version of each stamp that the servers use. Every push adds an entry.
         recover: the `recover` of every `EngineLost` that is raised here.
         adapters: gives the adapter of each request, if there is one.
@@ -59,14 +76,9 @@ class ServerRequests:
         adapters: ServerAdapters,
     ) -> None:
         self._servers, self._stamps, self._recover, self._adapters = servers, stamps, recover, adapters
-        # Largest number of tokens that each server may still have to sample. Only the thread of the calls changes it.
-        self._open = [0] * len(servers)
-        self._gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
-        # The server of each of the last rollouts, for errors. The key consists of the first two fields of `RequestKey`.
-        self.answered: dict[tuple[str, int], int] = {}
-        # Scoring requests do not wait for generation requests.
-        self._scoring_gates = [asyncio.Semaphore(_OPEN_REQUESTS) for _ in servers]
-        self._pictures = [SentPictures() for _ in servers]
+        self._loads: WeakKeyDictionary[ServerCalls, _Load] = WeakKeyDictionary()
+        # URL of the server of each of the last rollouts, for errors. The key consists of the first two fields of `RequestKey`.
+        self.answered: dict[tuple[str, int], str] = {}
 
     def serve(
         self,
@@ -117,14 +129,13 @@ class ServerRequests:
         vocab_size: int,
     ) -> None:
         server = self.route(request, routes)
-        self._open[server] += request.sampling.max_tokens
+        load = self.load(server)
+        load.tokens += request.sampling.max_tokens
         try:
             completion = await asyncio.wait_for(self._sample(request, server, limit), limit)
             inbox.answer(completion, versions(), vocab_size)
         except TimeoutError:
-            what = (
-                f"the server at {self._servers[server].url} did not finish request {request.key} within {limit:.0f} s"
-            )
+            what = f"the server at {server.url} did not finish request {request.key} within {limit:.0f} s"
             inbox.failed(
                 request.key,
                 EngineLost(f"{what}; raise vllm_server_timeout or lower max_completion_length", self._recover),
@@ -135,20 +146,28 @@ class ServerRequests:
         except BaseException as error:  # noqa: BLE001 - raised by `serve`
             inbox.failed(request.key, error)
         finally:
-            self._open[server] -= request.sampling.max_tokens
+            load.tokens -= request.sampling.max_tokens
 
-    def route(self, request: GenerationRequest, routes: Routes) -> int:
-        """Choose the server of a request. Returns its index.
+    def load(self, server: ServerCalls) -> _Load:
+        """The load of a server."""
+        if (load := self._loads.get(server)) is None:
+            load = self._loads[server] = _Load()
+        return load
+
+    def route(self, request: GenerationRequest, routes: Routes) -> ServerCalls:
+        """Choose the server of a request.
 
         All requests of a rollout and all samples of a prompt go to the same server, because it has their prefix in its cache. A new
-        prompt goes to the server that has the fewest tokens still to sample.
+        prompt, and a prompt whose server has left, goes to the server that has the fewest tokens still to sample.
         """
         rollout, prompt = request.key[:2], request.prompt_ids.tobytes()
-        known = routes.get(rollout, routes.get(prompt))
-        server = known if known is not None else min(range(len(self._open)), key=self._open.__getitem__)
+        servers = tuple(self._servers)
+        server = routes.get(rollout, routes.get(prompt))
+        if server is None or server not in servers:
+            server = min(servers, key=lambda one: self.load(one).tokens)
         routes[rollout] = routes[prompt] = server
         self.answered.pop(rollout, None)
-        self.answered[rollout] = server
+        self.answered[rollout] = server.url
         if len(self.answered) > _REMEMBERED:
             del self.answered[next(iter(self.answered))]
         return server
@@ -164,7 +183,8 @@ class ServerRequests:
         Raises:
             EngineLost: a server did not answer, or not in time.
         """
-        calls = [self._score(ids, i % len(self._servers), stamp, limit) for i, ids in enumerate(sequences)]
+        servers = tuple(self._servers)
+        calls = [self._score(ids, servers[i % len(servers)], stamp, limit) for i, ids in enumerate(sequences)]
         return self._all(calls, limit)
 
     async def _all(self, calls: Sequence[Coroutine[Any, Any, T]], limit: float) -> list[T]:
@@ -188,17 +208,17 @@ class ServerRequests:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample(self, request: GenerationRequest, server: int, limit: float) -> Completion:
+    async def _sample(self, request: GenerationRequest, server: ServerCalls, limit: float) -> Completion:
         name = _name(str(request.key))
         body = generation_body(request, name)
         check_sent(request, body["sampling_params"])
-        async with self._gates[server]:
+        async with self.load(server).gate:
             await self._send_pictures(request, server, limit)
             with self._adapters.used() as used:
                 answer = await self._post(server, body, limit, used)
         return completion_from(answer, request, name, self._stamps if used is None else used.versions)
 
-    async def _send_pictures(self, request: GenerationRequest, server: int, limit: float) -> None:
+    async def _send_pictures(self, request: GenerationRequest, server: ServerCalls, limit: float) -> None:
         """Send the pictures of a request that the server does not hold yet, and check what its workers have encoded.
 
         Raises:
@@ -207,37 +227,38 @@ class ServerRequests:
         """
         if request.pictures is None:
             return
-        sent, calls, pieces = self._pictures[server], self._servers[server], request.pictures.in_pieces
+        sent, pieces = self.load(server).pictures, request.pictures.in_pieces
         async with sent.one_at_a_time(pieces):
-            if missing := sent.missing(pieces, calls.picture_cache):
-                body = pictures_body(request, missing, _name("pictures"), first=calls.takes_priorities)
+            if missing := sent.missing(pieces, server.picture_cache):
+                body = pictures_body(request, missing, _name("pictures"), first=server.takes_priorities)
                 await self._post(server, body, limit)
                 digests = json.dumps([picture.digest for picture in missing])
-                check_encoded(missing, await calls.ask_workers("lockstep_pictures", digests), calls.url)
-            sent.use(pieces, calls.picture_cache)
+                check_encoded(missing, await server.ask_workers("lockstep_pictures", digests), server.url)
+            sent.use(pieces, server.picture_cache)
 
     def forget_pictures(self) -> None:
         """Send every picture again before its next use, because a server may have been started again."""
-        for sent in self._pictures:
-            sent.forget()
+        for server in tuple(self._servers):
+            self.load(server).pictures.forget()
 
-    async def _score(self, ids: tuple[int, ...], server: int, stamp: str, limit: float) -> tuple[float, ...]:
+    async def _score(self, ids: tuple[int, ...], server: ServerCalls, stamp: str, limit: float) -> tuple[float, ...]:
         name = _name("score")
-        body = scoring_body(ids, name, first=self._servers[server].takes_priorities)
-        async with self._scoring_gates[server]:
+        body = scoring_body(ids, name, first=server.takes_priorities)
+        async with self.load(server).scoring_gate:
             with self._adapters.used() as used:
                 answer = await self._post(server, body, limit, used)
         return scores_from(answer, ids, name, {stamp: self._stamps[stamp]} if used is None else used.versions)
 
-    async def _post(self, server: int, body: dict[str, Any], limit: float, used: UsedAdapter | None = None) -> Any:
+    async def _post(
+        self, server: ServerCalls, body: dict[str, Any], limit: float, used: UsedAdapter | None = None
+    ) -> Any:
         if used is not None:
             body = body | {"model": used.name}
-        answer = await self._servers[server].ask("POST", _GENERATE, body, limit=limit)
-        url = self._servers[server].url
+        answer = await server.ask("POST", _GENERATE, body, limit=limit)
         if answer is None:
-            raise EngineLost(f"the server at {url} sent an empty answer", self._recover)
+            raise EngineLost(f"the server at {server.url} sent an empty answer", self._recover)
         if INITIAL_WEIGHTS in stamps_of(answer):
-            raise EngineLost(f"the server at {url} was restarted and has its initial weights", self._recover)
+            raise EngineLost(f"the server at {server.url} was restarted with its first weights", self._recover)
         return answer
 
 

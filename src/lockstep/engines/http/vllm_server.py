@@ -1,8 +1,9 @@
 """One or several vLLM servers behind the engine protocol. Each request goes to the least busy server; weights go to all servers.
 
 Requests come from an inbox (`engines/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of `sync/wire/`. When
-a server does not answer, the engine raises `EngineLost`. Before it sends requests again, every server must answer, pass the checks
-of `engines/http/server_checks.py`, and receive the weights again.
+a server does not answer, the engine raises `EngineLost`. Before it sends requests again, the server must answer, pass the checks of
+`engines/http/server_state.py`, and receive the weights again. A server that does not come back in time leaves, if another one
+remains. Servers can also leave and join between two pushes.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
-from lockstep.engines.adapters.servers import ServerAdapters, Servers
+from lockstep.engines.adapters.servers import EngineParts, ServerAdapters
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.engines.http.call_loop import CallLoop, Pending
 from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
-from lockstep.engines.http.server_checks import HEALTH_EVERY, check_servers
 from lockstep.engines.http.server_messages import agreed_answers, loaded_from
 from lockstep.engines.http.server_requests import ServerRequests
+from lockstep.engines.http.server_set import ServerSet
+from lockstep.engines.http.server_state import HEALTH_EVERY, agreed_settings, unreachable
 from lockstep.engines.http.transport import WeightTransport, finish_all
 from lockstep.engines.inbox import Inbox, answer_all
 from lockstep.engines.probe import EngineModules, ProbedModule, decode_floats
@@ -60,6 +62,9 @@ class VLLMServer:
 
     Attributes:
         session: distinguishes this trainer's weights from the weights of other trainers and of earlier runs.
+        servers: the servers that the engine has.
+        is_wanted: whether the run should still have the server with this URL. The engine does not wait for a lost server that it
+            should not have.
 
     Raises:
         InputError: a server does not accept the key, or was started without an option that training needs.
@@ -76,34 +81,27 @@ class VLLMServer:
         generation_timeouts: float = 1.0,
         run: str = "",
     ) -> None:
-        self._timeout, self._generation_timeouts = timeout, generation_timeouts
+        self._timeout, self._generation_timeouts, self._choose = timeout, generation_timeouts, transport
         self._loop = CallLoop()
-        self._servers = [
-            ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)
-        ]
-        self._pool = ThreadPoolExecutor(max(len(self._servers), 1), thread_name_prefix="lockstep-servers")
+        self.servers = ServerSet(
+            [ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)]
+        )
+        self._servers = self.servers.all
         self._beginning: list[Future[Pending]] = []
         self._closed = threading.Event()
         self._version: int | None = None
         self._wire_dtype: torch.dtype | None = None
         self.session = secrets.token_hex(6)
+        self.is_wanted: Callable[[str], bool] = lambda url: True
         self._stamps: dict[str, int] = {}
-        parts = Servers(
-            self._servers,
-            self._each,
-            self._workers,
-            self._lost,
-            self._name,
-            timeout,
-            self._refuse_requests,
-            self._open_requests,
-        )
+        parts = EngineParts(self.servers, self._lost, timeout, self._refuse_requests, self._open_requests)
         self.adapters = ServerAdapters(parts, transport, run, self.session)
         self._requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
         self._committed: list[int] = []
         self._transport: WeightTransport | None = None
         try:
-            self._settings, self._wire_dtype = self._check()
+            self.servers.greet(timeout, self._closed)
+            self._settings, self._wire_dtype = self.servers.agreed()
             self._transport = transport(self._servers)
         except EngineLost as lost:
             # Nothing can be recovered yet. If a healthy server has refused a call, its workers do not have our methods.
@@ -116,6 +114,11 @@ class VLLMServer:
     @property
     def version(self) -> int | None:
         return self._version
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """URL of each server, in their order."""
+        return self.servers.urls
 
     def settings(self) -> EngineSettings:
         return self._settings
@@ -187,25 +190,20 @@ class VLLMServer:
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
         def outputs_of(number: int) -> dict[str, str]:
             server = self._servers[number]
-            own = [name for name in names if name.rpartition("/")[0] == self._name(number)]
+            own = [name for name in names if name.rpartition("/")[0] == self.servers.name_of(number)]
             arguments = json.dumps(own), str(seed), json.dumps(every), self.adapters.name or ""
             return agreed_answers(server.workers("lockstep_probe", *arguments), server.url) if own else {}
 
-        answers = self._each_number(outputs_of)
+        answers = self.servers.each_number(outputs_of)
         return {name: decode_floats(text) for found in answers for name, text in found.items()}
 
     def server_of(self, key: RequestKey) -> str:
-        """URL of the server that has answered a request; empty if there is only one server, or if the request is too old."""
-        number = self._requests.answered.get(key[:2])
-        return "" if number is None else self._name(number)
-
-    def _name(self, number: int) -> str:
-        """A server's name in the names of modules and in errors: its URL; empty if there is only one server."""
-        return self._servers[number].url if len(self._servers) > 1 else ""
+        """URL of the server that has answered a request; empty if the request is too old."""
+        return self._requests.answered.get(key[:2], "")
 
     def _prefix(self, number: int) -> str:
         """Prefix of the names of a server's modules; empty if there is only one server."""
-        return f"{self._name(number)}/" if len(self._servers) > 1 else ""
+        return f"{self.servers.name_of(number)}/" if len(self._servers) > 1 else ""
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -230,7 +228,7 @@ class VLLMServer:
         self.adapters.check_whole_push_allowed()
         self.adapters.use_none()
         self._await_pauses()
-        self._beginning = [self._pool.submit(_begin, server) for server in self._servers]
+        self._beginning = self.servers.submit(_begin)
         for server, beginning in zip(self._servers, self._beginning, strict=True):
             server.beginning = beginning
 
@@ -253,9 +251,9 @@ class VLLMServer:
             raise
         for pause in finish_all(self._beginning):
             pause.result()
-        self._each(lambda server: server.call("POST", "/finish_weight_update", {}))
+        self.servers.each(lambda server: server.call("POST", "/finish_weight_update", {}))
         first, *others = [
-            loaded_from(found, self._name(number))
+            loaded_from(found, self.servers.name_of(number))
             for number, workers in enumerate(self._workers("lockstep_acknowledgement"))
             for found in workers
         ]
@@ -263,7 +261,7 @@ class VLLMServer:
 
     def reset_caches(self) -> bool:
         """Drop all caches. Running requests compute their keys and values again with the new weights."""
-        done = self._each(lambda server: server.reset_caches())
+        done = self.servers.each(lambda server: server.reset_caches())
         if len(self._servers) > 1 and not all(done):
             refused = [server.url for server, is_done in zip(self._servers, done, strict=True) if not is_done]
             raise ProofError(
@@ -281,7 +279,7 @@ class VLLMServer:
             server.call("POST", "/update_weight_version", {"new_version": stamp})
             return server.weight_version()
 
-        found = self._each(commit)
+        found = self.servers.each(commit)
         if set(found) != {stamp}:
             raise ProofError(
                 "version",
@@ -296,20 +294,22 @@ class VLLMServer:
             )
         self._stamps[stamp] = version
         self._committed.append(version)
-        self._each(lambda server: server.call("POST", "/resume"))
+        self.servers.each(lambda server: server.call("POST", "/resume"))
         self._version = version
 
     def _stamp(self, version: int) -> str:
         """The stamp by which the servers know a weight version of this trainer."""
         return f"{self.session}:{version}"
 
-    # ---- life -------------------------------------------------------------------------------------------------------
+    # ---- servers that leave and join --------------------------------------------------------------------------------
 
     def recover(self) -> None:
         """Drop all agreements with the servers, and wait until every server answers again.
 
+        A server that does not answer within the time limit leaves, if another server does; one that is not wanted leaves at once.
+
         Raises:
-            LockstepError: a server did not come back within the time limit.
+            LockstepError: no server came back within the time limit.
             ProofError: a server came back with other settings.
         """
         self._version = None
@@ -318,14 +318,16 @@ class VLLMServer:
         if self._transport is not None:
             self._transport.forget()
         before, deadline = self._settings, time.monotonic() + self._timeout
-        while True:
-            try:
-                self._settings, self._wire_dtype = self._check()
-                break
-            except EngineLost as lost:
-                # A server answered the health check and then failed. It may be stopping or starting.
-                if self._closed.wait(HEALTH_EVERY) or time.monotonic() > deadline:
-                    raise LockstepError(f"{lost}; the trainer waited for it, but it did not stay healthy") from lost
+        while problems := self.servers.problems(self._timeout):
+            is_late = self._closed.wait(HEALTH_EVERY) or time.monotonic() > deadline
+            gone = [server for server in problems if is_late or not self.is_wanted(server.url)]
+            if len(gone) < len(self._servers):
+                for server in gone:
+                    waited = f"did not come back within {self._timeout:.0f} s" if is_late else "is not wanted any more"
+                    self._drop([server], f"it {waited} ({problems[server]})")
+            elif is_late:
+                raise unreachable(gone[0], self._timeout, problems[gone[0]])
+        self._settings, self._wire_dtype = self.servers.agreed()
         if self._settings != before:
             raise ProofError(
                 "handshake",
@@ -333,6 +335,56 @@ class VLLMServer:
                 "the server was started again with another command line or model",
                 "start it with the earlier command line, and resume from the last checkpoint",
             )
+
+    def leave(self, urls: Collection[str], why: str) -> None:
+        """Send nothing more to some servers. At least one other server remains. They may still answer requests that they have."""
+        gone = [server for server in self._servers if server.url in urls]
+        for server in gone:
+            self.adapters.leave_server(server)
+        self._drop(gone, why)
+
+    def _drop(self, gone: Sequence[ServerCalls], why: str) -> None:
+        self.servers.drop(gone, why)
+        self._forget_agreements()
+
+    def _forget_agreements(self) -> None:
+        """Make the next push agree on its transport again, because the engine has other servers now."""
+        self.adapters.forget_servers()
+        if self._transport is not None:
+            self._transport.forget()
+
+    def healthy(self, urls: Collection[str]) -> list[str]:
+        """The URLs, of servers outside this engine, at which a server says within a second that it is healthy."""
+        return self.servers.healthy(urls, self._loop)
+
+    def name_versions_as(self, other: VLLMServer) -> None:
+        """Name weight versions and adapters as another engine does. After one push this engine's servers can then join it.
+
+        Raises:
+            InputError: the other engine has one of these servers already.
+            ProofError: its servers run with other settings.
+        """
+        agreed_settings([*other.servers.all, *self.servers.all])
+        self.session = other.session
+        self.adapters.name_as(other.adapters)
+
+    def take(self, other: VLLMServer, order: Sequence[str]) -> None:
+        """Let the servers of another engine join. They hold this engine's version of the weights.
+
+        Args:
+            other: it has called `name_versions_as` before its push. Afterwards it can only be closed.
+            order: URLs of all servers. Of servers with the same load, the first one in this order gets a prompt.
+        """
+        assert (other.session, other.version) == (self.session, self.version)
+        come = [server.of_engine(self._timeout, self._loop, self.recover) for server in other.servers.all]
+        # Servers on another machine may need another transport. If they cannot have it, nothing has changed.
+        transport, before = self._choose([*self._servers, *come]), self._transport
+        other.adapters.use_none()
+        self.servers.add(come, order)
+        self._forget_agreements()
+        self._transport = transport
+        if before is not None:
+            before.close()
 
     def close(self) -> None:
         """Disconnect from the servers. They keep running."""
@@ -342,21 +394,10 @@ class VLLMServer:
         if self._transport is not None:
             self._transport.close()
         self._loop.close()
-        self._pool.shutdown(wait=False)
-
-    def _check(self) -> tuple[EngineSettings, torch.dtype | None]:
-        return check_servers(self._servers, self._each, self._timeout, self._closed)
+        self.servers.close()
 
     def _workers(self, method: str, *args: str) -> list[list[Any]]:
-        """Call a method of all workers of all servers. Returns one list of answers per server."""
-        return self._each(lambda server: server.workers(method, *args))
-
-    def _each(self, call: Callable[[ServerCalls], T]) -> list[T]:
-        return self._each_number(lambda number: call(self._servers[number]))
-
-    def _each_number(self, call: Callable[[int], T]) -> list[T]:
-        """Call a function for all servers at once. All calls have ended before an error is raised."""
-        return finish_all([self._pool.submit(call, number) for number in range(len(self._servers))])
+        return self.servers.workers(method, *args)
 
 
 def _begin(server: ServerCalls) -> Pending[Any, Any]:

@@ -14,7 +14,7 @@ import torch
 from transformers import TrainingArguments
 
 from lockstep.algorithms.corrections import CorrectionMode
-from lockstep.engines.http.server_calls import check_urls, server_urls
+from lockstep.engines.http.server_calls import check_urls, server_urls, urls_of_file
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS
 from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
@@ -117,6 +117,13 @@ class OnlineConfig(
     vllm_server_base_url: str | None = field(
         default=None, metadata=doc("URL of the server, or several separated by commas. Setting it implies server mode.")
     )
+    vllm_server_url_file: str | None = field(
+        default=None,
+        metadata=doc(
+            "Text file with the base URL of a server per line, instead of vllm_server_base_url. It is read again before every "
+            "generation, so that servers can join and leave."
+        ),
+    )
     vllm_server_host: str = field(
         default="0.0.0.0", metadata=doc("The server's host, if no URL is given; 0.0.0.0: this machine.")
     )
@@ -216,7 +223,7 @@ class OnlineConfig(
         if self.shards is not None:
             # As the user has set them: a copy of the config asks for the same. The base class has made no plugin from them.
             self.fsdp, self.fsdp_config = True, self.shards.fields
-        if self.vllm_server_base_url is not None:
+        if self.vllm_server_base_url is not None or self.vllm_server_url_file is not None:
             self.vllm_mode = "server"
         self.refuse_other_values()
         self._refuse_unsupported()
@@ -359,7 +366,13 @@ class OnlineConfig(
 
     @property
     def server_urls(self) -> list[str]:
-        """Base URL of each server, in server mode."""
+        """Base URL of each server, in server mode. They are those that the file has now.
+
+        Raises:
+            InputError: the file cannot be read, or has something other than URLs.
+        """
+        if self.vllm_server_url_file is not None:
+            return urls_of_file("vllm_server_url_file", self.vllm_server_url_file)
         return server_urls(self.vllm_server_base_url, self.vllm_server_host, self.vllm_server_port)
 
     def _check_server(self) -> None:
@@ -383,4 +396,12 @@ class OnlineConfig(
             raise InputError(
                 "vllm_model_impl is for vLLM in this process; give --model-impl to 'lockstep serve' instead"
             )
-        check_urls("vllm_server_base_url", self.server_urls)
+        if self.vllm_server_url_file is None:
+            check_urls("vllm_server_base_url", self.server_urls)
+        elif self.vllm_server_base_url is not None:
+            raise InputError(
+                "vllm_server_base_url and vllm_server_url_file both name the servers; leave one of the two out"
+            )
+        elif self.process_index == 0:
+            # The other processes do not use it, and their machines may not have it.
+            urls_of_file("vllm_server_url_file", self.vllm_server_url_file)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +58,9 @@ def start_engine(
         check_alone(policy)
         adapter = adapter_arguments(*adapter_shape(policy))
     if config.vllm_mode == "server":
-        with busy(f"waiting for {', '.join(config.server_urls)}"):
-            return connect(
-                config.server_urls,
-                key_file=config.vllm_server_key_file,
-                timeout=config.vllm_server_timeout,
-                generation_timeouts=config.generation_timeout / config.vllm_server_timeout,
-                transport=config.vllm_weight_transport,
-                deltas=config.vllm_weight_deltas,
-                group_host=config.vllm_group_host,
-                group_port=config.vllm_group_port,
-                run=_run_name(config.output_dir) if adapter else "",
-            ).engine
+        urls = config.server_urls
+        with busy(f"waiting for {', '.join(urls)}"):
+            return connect_servers(config, urls)
     if ranks > 1 and (vllm_installed() if config.use_vllm is None else config.use_vllm):
         raise InputError(
             f"{ranks} trainer processes: vLLM in one of them would wait for the others in their process group. Start "
@@ -95,6 +86,26 @@ def start_engine(
         max_num_seqs=config.vllm_max_num_seqs,
         timeout=config.generation_timeout,
     )
+
+
+def connect_servers(config: OnlineConfig, urls: Sequence[str]) -> VLLMServer:
+    """Connect to servers as a config says.
+
+    Raises:
+        InputError: a server was started without something that training needs, or does not accept the key.
+        LockstepError: a server did not answer in time.
+    """
+    return connect(
+        urls,
+        key_file=config.vllm_server_key_file,
+        timeout=config.vllm_server_timeout,
+        generation_timeouts=config.generation_timeout / config.vllm_server_timeout,
+        transport=config.vllm_weight_transport,
+        deltas=config.vllm_weight_deltas,
+        group_host=config.vllm_group_host,
+        group_port=config.vllm_group_port,
+        run=_run_name(config.output_dir) if config.vllm_enable_lora else "",
+    ).engine
 
 
 def _run_name(output_dir: str | None) -> str:
@@ -134,15 +145,7 @@ def generations_ahead(engine: Engine, driver: Driver, limit: float) -> Generatio
 
     Args:
         limit: seconds that one generation may take.
-
-    Raises:
-        InputError: the server would answer a proof only after everything that waits to be generated.
     """
-    if isinstance(engine, VLLMServer) and not engine.scores_first:
-        raise InputError(
-            "max_staleness needs a server that answers a proof before what waits to be generated: start it with 'lockstep serve "
-            "MODEL', or with --scheduling-policy priority"
-        )
     # An engine in this process samples a generation when it is begun, and the trainer waits for it.
     at_once = not isinstance(engine, VLLMServer)
     if at_once:
@@ -160,6 +163,7 @@ def shake_hands(
     sampling: Sampling | None = None,
     *,
     pictures: bool = False,
+    scores_first: bool = False,
 ) -> None:
     """Compare the engine's effective settings with what training assumes.
 
@@ -168,9 +172,10 @@ def shake_hands(
         head_dtype: the dtype of its output head; None for `dtype`.
         sampling: the distribution that the engine must sample from; None if any engine can.
         pictures: whether requests will have pictures.
+        scores_first: whether a server must answer a proof before the requests that wait to be generated.
 
     Raises:
-        InputError: vLLM does not compute or load this model as transformers does.
+        InputError: the server answers proofs last, or vLLM does not compute or load this model as transformers does.
         ProofError: a setting differs; names it.
     """
     settings = engine.settings()
@@ -178,6 +183,11 @@ def shake_hands(
         _check_runnable(model, min_model_len)
     # A server may keep the same model under another path; its config is compared field by field.
     path = None if isinstance(engine, VLLMServer) else model_path
+    if scores_first and isinstance(engine, VLLMServer) and not engine.scores_first:
+        raise InputError(
+            "max_staleness needs a server that answers a proof before what waits to be generated: start it with 'lockstep serve "
+            "MODEL', or with --scheduling-policy priority"
+        )
     expected = expected_settings(model, path, dtype, min_model_len, head_dtype, sampling, pictures=pictures)
     check_settings(expected, settings)
 

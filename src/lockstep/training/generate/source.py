@@ -45,6 +45,7 @@ from lockstep.training.generate.recovery import Recovery
 from lockstep.training.generate.rollouts.function import RolloutFunction
 from lockstep.training.generate.rollouts.tools import RolloutTools
 from lockstep.training.generate.scoring import Scoring
+from lockstep.training.generate.server_changes import ServerChanges, server_changes
 from lockstep.training.step.generation import Generation, branches_of
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class RolloutSource:
         self._recovery: Recovery | None = None
         self._driver: Driver | None = None
         self._ahead: GenerationsAhead | None = None
+        self._server_changes: ServerChanges | None = None
         # A group of the last metrics, for the live view.
         self.shown_group: RolloutGroup | None = None
         self._ranks.on_owner("engine", lambda: self._open(model_path, max_model_len, longest))
@@ -130,9 +132,23 @@ class RolloutSource:
             config, model_path, self._tokenizer, max_model_len, self.policy, self._ranks.count
         )
         self._engine = engine
-        try:
+
+        def shake(other: Engine) -> None:
             dtypes, shown = (config.engine_torch_dtype, config.engine_head_dtype), self._images is not None
-            shake_hands(engine, self.policy, model_path, dtypes[0], longest, dtypes[1], self.sampling, pictures=shown)
+            shake_hands(
+                other,
+                self.policy,
+                model_path,
+                dtypes[0],
+                longest,
+                dtypes[1],
+                self.sampling,
+                pictures=shown,
+                scores_first=bool(config.max_staleness),
+            )
+
+        try:
+            shake(engine)
             self._proofs = Proofs(
                 self.policy, engine, config, self._tokenizer, self._clock, self._settings, self.sampling
             )
@@ -140,6 +156,7 @@ class RolloutSource:
                 self.program = self._tools.start()
             settled = self._tools.settled if self._tools is not None else None
             self._driver = Driver(engine, self._tokenizer, settled, self.proofs.check_answer)
+            self._server_changes = server_changes(engine, config, shake, self._proofs)
             if config.max_staleness:
                 self._ahead = generations_ahead(engine, self._driver, self._limit_ahead)
             self._recovery = Recovery(self._distrust)
@@ -187,6 +204,11 @@ class RolloutSource:
         return self._recovery.losses if self._recovery is not None else 0
 
     @property
+    def servers(self) -> int:
+        """Number of servers of the engine; 0 for another engine, and on ranks without the engine."""
+        return self._server_changes.count if self._server_changes is not None else 0
+
+    @property
     def _limit_ahead(self) -> float:
         """Time limit, in seconds, of work that waits in the engine behind generations that began earlier."""
         return self._config.generation_timeout * (self._config.generations_ahead + 1)
@@ -231,10 +253,16 @@ class RolloutSource:
         """Push the policy's weights as `version`, and prove the push.
 
         Every generation begins with a push, even if the version stays the same: weights may have been set by hand, and the
-        reset of the engine's caches makes a resumed run start a generation as the first run did.
+        reset of the engine's caches makes a resumed run start a generation as the first run did. Servers leave before the push and
+        join after it.
         """
+        changes = self._server_changes
+        if changes is not None:
+            changes.before_push()
         with self._ahead.held() if self._ahead is not None else nullcontext():
             self.proofs.sync(version)
+        if changes is not None:
+            changes.after_push(version)
 
     def sample(
         self, prompts: Sequence[Prompt], num_generations: int, version: int, on_rollout: OnRollout | None = None

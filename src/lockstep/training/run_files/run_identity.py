@@ -42,8 +42,8 @@ _BOOKKEEPING: dict[str, set[str]] = {
     "when it gives up": {"max_unscored_generations"},
     "how long it waits": {"vllm_server_timeout", "reward_timeout", "ddp_timeout", "tool_timeout", "agent_timeout"},
     "where servers are, and how weights reach them": {
-        "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_key_file", "vllm_weight_transport",
-        "vllm_weight_deltas", "vllm_group_host", "vllm_group_port", "gateway_host", "gateway_port",
+        "vllm_server_base_url", "vllm_server_url_file", "vllm_server_host", "vllm_server_port", "vllm_server_key_file",
+        "vllm_weight_transport", "vllm_weight_deltas", "vllm_group_host", "vllm_group_port", "gateway_host", "gateway_port",
     },
     "what is tried before it starts": {"rehearse_rewards"},
     "what is only compared": {"recheck_rewards"},

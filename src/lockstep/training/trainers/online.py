@@ -383,6 +383,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             logs |= self.step_log.take(self.clock)
             if self.source.losses:
                 logs["engine/losses"] = self.source.losses
+            if self.source.servers:
+                logs["engine/servers"] = self.source.servers
             logs["num_tokens"] = self.state.num_input_tokens_seen
             if self.is_world_process_zero():
                 callbacks = self.callback_handler.callbacks

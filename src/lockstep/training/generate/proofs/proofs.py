@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Sampling
 from lockstep.parity.gap import GapStats, PooledGap, check_count, over_limits
 from lockstep.parity.kept_sets import KeptSetStats
@@ -40,6 +41,7 @@ from lockstep.parity.tail import GapTail
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.driver import decoding
 from lockstep.rollouts.group import RolloutGroup
+from lockstep.sync.push import drop_record
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.generate.proofs.ahead import ProofsAhead
@@ -77,15 +79,7 @@ class Proofs:
         self._clock = clock
         self.engine_dtype = config.engine_torch_dtype
         self.precision = config.precision
-        self._pusher = ProvenPusher(
-            model,
-            engine,
-            self.engine_dtype,
-            self.precision,
-            seed=config.seed,
-            adapter_alone=config.vllm_enable_lora,
-            phase=clock.phase,
-        )
+        self._pusher = self._pusher_to(engine)
         self.limit = self._pusher.limit
         self._receipt: Receipt | None = None
         self._pool = PooledGap()
@@ -102,6 +96,17 @@ class Proofs:
         self._draws, self._drawn, self._drawn_version = DrawEvidence(), DrawStats(), -1
         # Of the evaluations of this process.
         self._evaluated = DrawEvidence()
+
+    def _pusher_to(self, engine: Engine) -> ProvenPusher:
+        return ProvenPusher(
+            self._model,
+            engine,
+            self.engine_dtype,
+            self.precision,
+            seed=self._config.seed,
+            adapter_alone=self._config.vllm_enable_lora,
+            phase=self._clock.phase,
+        )
 
     @property
     def probe(self) -> ModuleProbe:
@@ -158,6 +163,7 @@ class Proofs:
                 "worst_module": {"name": name, "error": error},
                 "canary": _figures(proof.canary),
                 "inputs": inputs,
+                **({"servers": list(self._engine.members)} if isinstance(self._engine, VLLMServer) else {}),
             }
         )
 
@@ -169,6 +175,22 @@ class Proofs:
         """
         self._pusher.distrust()
         return self._pusher.push(version, canary=True)
+
+    def prove_joining(self, engine: Engine, version: int) -> PushProof:
+        """Prove another engine as `prove_engine` proves the run's own, before its servers join.
+
+        Raises:
+            ProofError: the push, a module or the canary fails.
+        """
+        try:
+            return self._pusher_to(engine).push(version, canary=True)
+        finally:
+            drop_record(engine)
+
+    def note_servers(self, step: int, changes: Mapping[str, Any]) -> None:
+        """Write into the receipt which servers have joined, have left or were refused."""
+        if self._receipt is not None:
+            self._receipt.append({"kind": "servers", "step": step, **changes})
 
     def note_checkpoint(self, step: int, digests: str) -> None:
         """Write a checkpoint's digest into the receipt. The checkpoint no longer fits a receipt that is cut or rewritten."""
