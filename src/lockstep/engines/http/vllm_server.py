@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,12 +21,13 @@ import torch
 from lockstep.engines.adapters.servers import EngineParts, ServerAdapters
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.engines.http.call_loop import CallLoop, Pending
+from lockstep.engines.http.pauses import Pauses
 from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
 from lockstep.engines.http.server_messages import agreed_answers, loaded_from
 from lockstep.engines.http.server_requests import ServerRequests
 from lockstep.engines.http.server_set import ServerSet
 from lockstep.engines.http.server_state import HEALTH_EVERY, agreed_settings, unreachable
-from lockstep.engines.http.transport import WeightTransport, finish_all
+from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.inbox import Inbox, answer_all
 from lockstep.engines.probe import EngineModules, ProbedModule, decode_floats
 from lockstep.engines.protocol import (
@@ -43,9 +43,6 @@ from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 
 T = TypeVar("T")
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
-
-# Seconds between two questions whether a server is paused.
-_PAUSED_EVERY = 0.001
 
 
 class VLLMServer:
@@ -87,7 +84,7 @@ class VLLMServer:
             [ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)]
         )
         self._servers = self.servers.all
-        self._beginning: list[Future[Pending]] = []
+        self._pauses = Pauses(self.servers)
         self._closed = threading.Event()
         self._version: int | None = None
         self._wire_dtype: torch.dtype | None = None
@@ -227,30 +224,19 @@ class VLLMServer:
         self._version = None
         self.adapters.check_whole_push_allowed()
         self.adapters.use_none()
-        self._await_pauses()
-        self._beginning = self.servers.submit(_begin)
-        for server, beginning in zip(self._servers, self._beginning, strict=True):
-            server.beginning = beginning
-
-    def _await_pauses(self) -> None:
-        """Wait until every call that begins an update has ended, with or without an error. A pause after that would never end."""
-        wait(self._beginning)
-        for beginning in self._beginning:
-            if beginning.exception() is None:
-                beginning.result().wait()
+        self._pauses.begin()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         assert self._transport is not None
         try:
             self._transport.send(tensors, self._servers, base)
         except BaseException as error:
-            self._await_pauses()
+            self._pauses.wait()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
                 # gloo raises a plain RuntimeError for a peer that is late or gone.
                 raise self._lost(f"the weights did not reach the servers: {str(error)[:300]}") from error
             raise
-        for pause in finish_all(self._beginning):
-            pause.result()
+        self._pauses.check()
         self.servers.each(lambda server: server.call("POST", "/finish_weight_update", {}))
         first, *others = [
             loaded_from(found, self.servers.name_of(number))
@@ -398,31 +384,3 @@ class VLLMServer:
 
     def _workers(self, method: str, *args: str) -> list[list[Any]]:
         return self.servers.workers(method, *args)
-
-
-def _begin(server: ServerCalls) -> Pending[Any, Any]:
-    """Pause a server and begin an update.
-
-    Returns:
-        The call that pauses. vLLM answers it only 20 ms after the server has stopped.
-    """
-    # By default the pause would also drop the pictures that requests need. `reset_caches` drops what depends on weights.
-    pause = server.begin("POST", "/pause", mode="keep", clear_cache="false")
-    try:
-        workers, paused = server.together(
-            lambda: server.ask_workers("lockstep_update"), lambda: server.ask("GET", "/is_paused")
-        )
-        while paused != {"is_paused": True} and not pause.done():
-            time.sleep(_PAUSED_EVERY)
-            paused = server.call("GET", "/is_paused")
-        # Workers in separate processes may still run a step that began before the pause.
-        if server.world_size > 1 or pause.done():
-            pause.result()
-        if any(worker["open"] for worker in workers):
-            # An earlier trainer left this update open, and vLLM would refuse every further update.
-            server.call("POST", "/finish_weight_update", {})
-        server.call("POST", "/start_weight_update")
-    except BaseException:
-        pause.wait()
-        raise
-    return pause
