@@ -29,13 +29,14 @@ def test_a_pass_that_scores_no_pack_is_counted_too(
 ) -> None:
     run = make("GRPO", untied_dir, tmp_path, hf_engine, {**TWO_GROUPS, "beta": 0.1})
     models = {"the policy": run._causal(), "its trunk": run._causal().base_model, "the reference": reference_of(run)}
-    real = run.source.prove
+    proofs = run.source.generation_proofs
+    real = proofs.check
 
     def prove(*args: Any, **kwargs: Any) -> None:
         models[of](input_ids=torch.tensor([[5, 6]]))
         real(*args, **kwargs)
 
-    monkeypatch.setattr(run.source, "prove", prove)
+    monkeypatch.setattr(proofs, "check", prove)
     with pytest.raises(AssertionError, match="forwards"):
         worked(run, monkeypatch)
 

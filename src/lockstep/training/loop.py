@@ -174,7 +174,7 @@ class TrainingLoop:
             record = not self.config.single_update
             self.ranks.on_owner(
                 "gap",
-                lambda: self.source.prove(
+                lambda: self.source.generation_proofs.check(
                     scored.gap, scored.draws, scored.kept_sets, generation, version + 1, record=record
                 ),
             )
@@ -287,7 +287,9 @@ class TrainingLoop:
             if self.config.single_update:
                 scored = generation.sampled_tokens - generation.aside_tokens
                 check_count(total.difference, scored, generation.version)
-                self.source.prove(total.gap, total.draws, total.kept_sets, generation, self.state().global_step + 1)
+                self.source.generation_proofs.check(
+                    total.gap, total.draws, total.kept_sets, generation, self.state().global_step + 1
+                )
             else:
                 # The gap of these tokens was proven, and written down, before the generation's first step.
                 if not self._policy_changed:

@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import Completion, Engine, Sampling
+from lockstep.engines.protocol import Engine, Sampling
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
-from lockstep.parity.gap import GapStats
-from lockstep.parity.kept_sets import KeptSetStats
 from lockstep.parity.samples import Seeds
 from lockstep.parity.staleness import check_staleness
-from lockstep.parity.step.draws import DrawStats
 from lockstep.parity.step.settings import SettingsProof
 from lockstep.parity.tolerances import tolerance
 from lockstep.report.busy import busy
@@ -40,13 +37,14 @@ from lockstep.training.config.sampling import sampling_of
 from lockstep.training.generate.engine import generations_ahead, shake_hands, start_engine
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
 from lockstep.training.generate.proofs.asked_again import AskedAgain
+from lockstep.training.generate.proofs.generation import GenerationProofs
 from lockstep.training.generate.proofs.proofs import Proofs
 from lockstep.training.generate.recovery import Recovery
 from lockstep.training.generate.rollouts.function import RolloutFunction
 from lockstep.training.generate.rollouts.tools import RolloutTools
 from lockstep.training.generate.scoring import Scoring
 from lockstep.training.generate.server_changes import ServerChanges, server_changes
-from lockstep.training.step.generation import Generation, branches_of
+from lockstep.training.step.generation import branches_of
 
 if TYPE_CHECKING:
     # It needs the libraries of a web server.
@@ -119,6 +117,7 @@ class RolloutSource:
         self._engine: Engine | None = given
         self._proofs: Proofs | None = None
         self._recovery: Recovery | None = None
+        self._generation_proofs: GenerationProofs | None = None
         self._driver: Driver | None = None
         self._ahead: GenerationsAhead | None = None
         self._server_changes: ServerChanges | None = None
@@ -160,6 +159,11 @@ class RolloutSource:
             if config.max_staleness:
                 self._ahead = generations_ahead(engine, self._driver, self._limit_ahead)
             self._recovery = Recovery(self._distrust)
+            # A rollout_func may choose between samples, so its tokens are not bet on.
+            bets = self.rollout_function is None
+            self._generation_proofs = GenerationProofs(
+                self.proofs, self.recovery, self._ahead, self.push, self._limit_ahead, bets=bets
+            )
         except BaseException:
             self.close()
             raise
@@ -191,6 +195,12 @@ class RolloutSource:
         if self._proofs is None:
             raise InputError(f"rank {self._ranks.rank} holds no engine")
         return self._proofs
+
+    @property
+    def generation_proofs(self) -> GenerationProofs:
+        """The proofs on what a generation learned from; only on the rank that holds the engine."""
+        assert self._generation_proofs is not None
+        return self._generation_proofs
 
     @property
     def recovery(self) -> Recovery:
@@ -320,18 +330,6 @@ class RolloutSource:
         self._seeds.check({start.key: start.seed for start in starts}, version)
         return starts
 
-    def _prove_ahead(self, generation: Generation) -> None:
-        """The proofs of a run with tokens of older weights, before the policy changes."""
-        assert self._ahead is not None
-        version = generation.version
-        if not self.proofs.canary_is_due:
-            # The engine was lost after it was asked.
-            self.push(version)
-            self.proofs.ask_again(generation.completions, version, self._limit_ahead)
-        self.proofs.check_asked_again(version)
-        begun = {number: [c for r in found for c in r.branches] for number, found in self._ahead.finished().items()}
-        self.proofs.check_begun(begun, version)
-
     # ---- score: on every rank ---------------------------------------------------------------------------------------
 
     def score(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
@@ -351,62 +349,7 @@ class RolloutSource:
 
         return self._scoring.finish(self.recovery.run(work))
 
-    # ---- prove and log ---------------------------------------------------------------------------------------------
-
-    def prove(
-        self,
-        gap: GapStats,
-        draws: DrawStats,
-        kept_sets: KeptSetStats,
-        generation: Generation,
-        step: int,
-        *,
-        record: bool = True,
-    ) -> None:
-        """Check the parity gap of a whole generation and its draws, and write them to the receipt. Called on the rank that holds
-        the engine.
-
-        Args:
-            gap: over all tokens of the generation but those that are left aside.
-            draws: over all tokens of its drawn rollouts. The draws of a generation count once, at the first call.
-            kept_sets: over drawn tokens.
-            record: write the receipt's line; there is one per generation.
-
-        Raises:
-            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
-        """
-        version = generation.version
-        if self._ahead is not None:
-            if not record:
-                # The gap is checked once per generation, together with the canary. The policy does not change before that.
-                self._judge(draws, version)
-                return
-            self.recovery.run(lambda: self._prove_ahead(generation))
-        self.proofs.check_gap(gap, kept_sets, generation.due_tokens, generation.completions, version)
-        self._judge(draws, version)
-        if record:
-            self.proofs.write(gap, generation.sampled_tokens, generation.aside_tokens, step, version)
-
-    def _judge(self, draws: DrawStats, version: int) -> None:
-        # A rollout_func may choose between samples, so its tokens are not bet on.
-        if self.rollout_function is None:
-            self.proofs.check_draws(draws, version)
-
-    def prove_evaluation(
-        self,
-        gap: GapStats,
-        draws: DrawStats,
-        kept_sets: KeptSetStats,
-        completions: Sequence[Completion],
-        version: int,
-    ) -> None:
-        """Check drawn completions of an evaluation. Called on the rank that holds the engine.
-
-        Raises:
-            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
-        """
-        bets = self.rollout_function is None
-        self.proofs.check_evaluation(gap, draws, kept_sets, completions, version, bets=bets)
+    # ---- log -------------------------------------------------------------------------------------------------------
 
     def proof_metrics(self) -> dict[str, float]:
         """Metrics of the proofs on the current generation; empty on a rank without the engine."""
