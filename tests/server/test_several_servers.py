@@ -226,7 +226,7 @@ def test_a_lost_server_that_is_not_wanted_any_more_is_not_waited_for(
 def test_when_a_server_without_this_memory_joins_weights_go_to_all_over_gloo(server: Server, second: Server) -> None:
     engine, model = connect(server.url), perturbed(make_model(), scale=0.5)
     push_weights(model, engine, 1)
-    with patch("lockstep.sync.wire.transport.sees_this_memory", lambda asked: asked.url == server.url):
+    with patch("lockstep.sync.wire.transport.shares_memory", lambda asked: asked.url == server.url):
         joining = connect(second.url)
         joining.name_versions_as(engine)
         push_weights(model, joining, 1)
