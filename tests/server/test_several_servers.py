@@ -174,7 +174,7 @@ def test_a_gap_names_the_server_whose_answers_have_it(
 
 def test_a_server_that_acknowledges_other_weights_is_named(pair: Pair) -> None:
     first, second = pair.servers
-    real = pair.engine._workers
+    real = pair.engine.servers.workers
 
     def damaged(method: str, *args: str) -> Any:
         answers = real(method, *args)
@@ -183,7 +183,7 @@ def test_a_server_that_acknowledges_other_weights_is_named(pair: Pair) -> None:
             answers[0][0]["tensors"][0][3] = "0" * 32
         return answers
 
-    with patch.object(pair.engine, "_workers", damaged), pytest.raises(ProofError) as failed:
+    with patch.object(pair.engine.servers, "workers", damaged), pytest.raises(ProofError) as failed:
         push_weights(make_model(), pair.engine, 1)
     assert failed.value.check == "digest"
     assert first.url in failed.value.found

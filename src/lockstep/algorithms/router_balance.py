@@ -49,7 +49,7 @@ class Routing:
         return cls(chosen, torch.stack(sums).sum(0), int(copies.sum()) * len(logits))
 
     def counts(self) -> dict[str, Any]:
-        """What `counted` needs, as JSON types."""
+        """What `Shares.of` needs, as JSON types."""
         return {"chosen": self.chosen.tolist(), "rows": self.rows}
 
 

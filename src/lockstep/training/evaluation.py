@@ -36,9 +36,7 @@ def evaluate(
     drawn = [c for c in branches_of(groups) if str(c.key) in names and len(c.sampled_places)]
     loop.ranks.on_owner(
         "evaluation",
-        lambda: loop.source.generation_proofs.check_evaluation(
-            scored.gap, scored.draws, scored.kept_sets, drawn, version
-        ),
+        lambda: loop.source.proofs.check_evaluation(scored.gap, scored.draws, scored.kept_sets, drawn, version),
     )
     sampled = sum(len(c.sampled_places) for c in branches_of(groups))
     return groups, {

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -41,7 +41,6 @@ from lockstep.engines.protocol import (
 from lockstep.engines.vllm.settings import changed_settings
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 
-T = TypeVar("T")
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
 
 
@@ -176,7 +175,7 @@ class VLLMServer:
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
         probed: dict[str, ProbedModule] = {}
         unreached: list[str] = []
-        for number, workers in enumerate(self._workers("lockstep_modules", json.dumps(checkpoint_names))):
+        for number, workers in enumerate(self.servers.workers("lockstep_modules", json.dumps(checkpoint_names))):
             # Workers of one server have different layers (pipeline) or different parts of the same layers (tensor parallelism).
             for entry in (entry for found in workers for entry in found["probed"]):
                 name = self._prefix(number) + entry["name"]
@@ -240,7 +239,7 @@ class VLLMServer:
         self.servers.each(lambda server: server.call("POST", "/finish_weight_update", {}))
         first, *others = [
             loaded_from(found, self.servers.name_of(number))
-            for number, workers in enumerate(self._workers("lockstep_acknowledgement"))
+            for number, workers in enumerate(self.servers.workers("lockstep_acknowledgement"))
             for found in workers
         ]
         return replace(first, others=tuple(others))
@@ -381,6 +380,3 @@ class VLLMServer:
             self._transport.close()
         self._loop.close()
         self.servers.close()
-
-    def _workers(self, method: str, *args: str) -> list[list[Any]]:
-        return self.servers.workers(method, *args)

@@ -164,6 +164,12 @@ class OnlineConfig(
             "training take turns."
         ),
     )
+    vllm_model_impl: str = field(
+        default="vllm",
+        metadata=doc(
+            "The model's implementation in vLLM: vllm (or auto), which takes transformers' where vLLM has none, or transformers."
+        ),
+    )
     vllm_engine_kwargs: dict | str | None = field(default=None, metadata=doc("Further arguments of vllm.LLM."))
     vllm_enable_lora: bool = field(
         default=False,

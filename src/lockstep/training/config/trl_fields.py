@@ -97,12 +97,6 @@ class OneValueFields:
     ds3_gather_for_generation: bool = field(default=True, metadata=_ONE_VALUE)
     pad_to_multiple_of: int | str | None = field(default="auto", metadata=doc("Has no effect: nothing is padded."))
     cache_implementation: str | None = field(default=None, metadata=_ONE_VALUE)
-    vllm_model_impl: str = field(
-        default="vllm",
-        metadata=doc(
-            "The model's implementation in vLLM: vllm (or auto), which takes transformers' where vLLM has none, or transformers."
-        ),
-    )
     vllm_enable_sleep_mode: bool = field(default=False, metadata=_ONE_VALUE)
     vllm_tensor_parallel_size: int = field(default=1, metadata=_ONE_VALUE)
     use_transformers_continuous_batching: bool = field(default=False, metadata=_ONE_VALUE)

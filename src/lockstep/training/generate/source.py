@@ -149,7 +149,15 @@ class RolloutSource:
         try:
             shake(engine)
             self._proofs = Proofs(
-                self.policy, engine, config, self._tokenizer, self._clock, self._settings, self.sampling
+                self.policy,
+                engine,
+                config,
+                self._tokenizer,
+                self._clock,
+                self._settings,
+                self.sampling,
+                # A rollout_func may choose between samples, so its tokens are not bet on.
+                bets=self.rollout_function is None,
             )
             if self._tools is not None:
                 self.program = self._tools.start()
@@ -159,10 +167,8 @@ class RolloutSource:
             if config.max_staleness:
                 self._ahead = generations_ahead(engine, self._driver, self._limit_ahead)
             self._recovery = Recovery(self._distrust)
-            # A rollout_func may choose between samples, so its tokens are not bet on.
-            bets = self.rollout_function is None
             self._generation_proofs = GenerationProofs(
-                self.proofs, self.recovery, self._ahead, self.push, self._limit_ahead, bets=bets
+                self.proofs, self.recovery, self._ahead, self.push, self._limit_ahead
             )
         except BaseException:
             self.close()

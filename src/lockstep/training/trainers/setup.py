@@ -17,6 +17,7 @@ from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.loaded_checks import check_finite
 from lockstep.models.policy import context_length
+from lockstep.models.routers import has_routers
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.config.filter_fields import FilterFields
 from lockstep.training.forward.routing import check_routers
@@ -124,7 +125,7 @@ def router_coefficient(model: PreTrainedModel, args: Any) -> float:
     """
     inner, given = causal_model(model), args.router_aux_loss_coef
     config = inner.config.get_text_config()
-    if not hasattr(config, "output_router_logits"):
+    if not has_routers(inner):
         if given:
             raise InputError(
                 f"router_aux_loss_coef={given}, and {type(inner).__name__} is no mixture of experts; leave it out"

@@ -1,14 +1,13 @@
-"""The proofs on the tokens of a whole generation or evaluation: they are the engine's, and draws from what it reported.
+"""The proofs on the tokens of a whole generation: they are the engine's, and draws from what it reported.
 
-`training/loop.py` and `training/evaluation.py` call them with the sums over all tokens, on the rank that holds the engine. The
-figures go to the receipt (`training/generate/proofs/proofs.py`).
+`training/loop.py` calls them with the sums over all tokens, on the rank that holds the engine. The figures go to the receipt
+(`training/generate/proofs/proofs.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from lockstep.engines.protocol import Completion
 from lockstep.parity.gap import GapStats
 from lockstep.parity.kept_sets import KeptSetStats
 from lockstep.parity.step.draws import DrawStats
@@ -25,7 +24,6 @@ class GenerationProofs:
         ahead: the generations that the engine samples ahead; None: there are none.
         push: pushes the weights of a version. It is called if the engine was lost after it was asked.
         limit: seconds that a request may wait behind generations that began earlier.
-        bets: whether the draws proof bets on the tokens.
     """
 
     def __init__(
@@ -35,11 +33,9 @@ class GenerationProofs:
         ahead: GenerationsAhead | None,
         push: Callable[[int], None],
         limit: float,
-        *,
-        bets: bool,
     ) -> None:
         self._proofs, self._recovery, self._ahead = proofs, recovery, ahead
-        self._push, self._limit, self._bets = push, limit, bets
+        self._push, self._limit = push, limit
 
     def check(
         self,
@@ -66,32 +62,13 @@ class GenerationProofs:
         if self._ahead is not None:
             if not record:
                 # The gap is checked once per generation, together with the canary. The policy does not change before that.
-                self._judge(draws, version)
+                self._proofs.check_draws(draws, version)
                 return
             self._recovery.run(lambda: self._prove_ahead(generation))
         self._proofs.check_gap(gap, kept_sets, generation.due_tokens, generation.completions, version)
-        self._judge(draws, version)
+        self._proofs.check_draws(draws, version)
         if record:
             self._proofs.write(gap, generation.sampled_tokens, generation.aside_tokens, step, version)
-
-    def _judge(self, draws: DrawStats, version: int) -> None:
-        if self._bets:
-            self._proofs.check_draws(draws, version)
-
-    def check_evaluation(
-        self,
-        gap: GapStats,
-        draws: DrawStats,
-        kept_sets: KeptSetStats,
-        completions: Sequence[Completion],
-        version: int,
-    ) -> None:
-        """Check drawn completions of an evaluation.
-
-        Raises:
-            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
-        """
-        self._proofs.check_evaluation(gap, draws, kept_sets, completions, version, bets=self._bets)
 
     def _prove_ahead(self, generation: Generation) -> None:
         """The proofs of a run with tokens of older weights, before the policy changes."""

@@ -58,6 +58,7 @@ class Proofs:
         clock: counts pushes under `sync` and proofs under `verify`.
         settings: what the user has asked for.
         sampling: the distribution of every request.
+        bets: whether the draws proof bets on the tokens.
 
     Raises:
         ProofError: the sampling distribution of the run is not what the user has asked for.
@@ -72,8 +73,11 @@ class Proofs:
         clock: PhaseClock,
         settings: SettingsProof,
         sampling: Sampling,
+        *,
+        bets: bool,
     ) -> None:
         self._model = model
+        self._bets = bets
         self._engine = engine
         self._config = config
         self._clock = clock
@@ -309,14 +313,11 @@ class Proofs:
         kept_sets: KeptSetStats,
         completions: Sequence[Completion],
         version: int,
-        *,
-        bets: bool,
     ) -> None:
         """Check the drawn completions of an evaluation.
 
         Args:
             gap, draws, kept_sets: over their tokens.
-            bets: whether to bet on the tokens.
 
         Raises:
             ProofError: as in `check_gap` and `check_draws`.
@@ -325,7 +326,7 @@ class Proofs:
             check_count(gap, sum(len(c.sampled_places) for c in completions), version)
             self._check_limits(gap, completions, version)
             kept_sets.check_mean(self.distribution.sampling, self._tail.limit)
-            if bets:
+            if self._bets:
                 self._evaluated.add(draws)
                 self._evaluated.check(version, draws)
 
@@ -340,7 +341,7 @@ class Proofs:
         Raises:
             ProofError: the tokens of the run are no draws from the distributions whose log-probs were reported.
         """
-        if version != self._drawn_version:
+        if self._bets and version != self._drawn_version:
             self._drawn, self._drawn_version = draws, version
             self._draws.add(draws)
             self._draws.check(version, draws)
