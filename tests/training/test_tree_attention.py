@@ -20,8 +20,10 @@ from lockstep.errors import LockstepError
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.batch.tree import Ints
+from lockstep.training.forward import scoring
 from lockstep.training.forward.attention import block_attention
 from lockstep.training.forward.attention.attention_plan import (
+    CHAIN_ROWS,
     AttentionPlan,
     plan_attention,
     plan_window,
@@ -45,7 +47,7 @@ NO_MASK = no_mask(CPU)
 
 def tree_of(ends: torch.Tensor, dtype: torch.dtype = torch.float32) -> TreeAttention:
     with small_blocks():
-        return TreeAttention.of(ends, CPU, dtype)
+        return TreeAttention.of(ends, CPU, dtype, 7)
 
 
 def drawn(size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -103,7 +105,8 @@ def test_on_other_devices_only_half_precision_leaves_fewer_key_heads_to_the_kern
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     query, key, value, _ = (part.to(dtype) for part in drawn(30))
-    block_attention._Recomputed.apply(query, key, value, tree_of(torch.full((30,), 30), dtype), 0.3, None)
+    one_chain = TreeAttention(plan_attention(np.full(30, 30)), (None,))
+    block_attention._Recomputed.apply(query, key, value, one_chain, 0.3, None)
     assert asked == [(shared, key.shape[1] if shared else query.shape[1], None)]
 
 
@@ -163,9 +166,14 @@ def assert_each_pair_once(plan: AttentionPlan, ends: Ints, rows: int) -> None:
 
 
 @draws(60)
-@given(ends=tree_ends())
-def test_every_pair_that_sees_each_other_is_computed_once(ends: torch.Tensor) -> None:
-    assert_each_pair_once(plan_attention(ends.numpy(), 6), ends.numpy(), 6)
+@given(ends=tree_ends(), chain_rows=st.sampled_from([None, 1, 7]))
+def test_every_pair_that_sees_each_other_is_computed_once(ends: torch.Tensor, chain_rows: int | None) -> None:
+    plan = plan_attention(ends.numpy(), 6, chain_rows)
+    assert_each_pair_once(plan, ends.numpy(), 6)
+    for block in plan.blocks:
+        before = positions((*block.above, *block.partly, (block.start, block.stop)))
+        seen = dense(ends)[0, 0, block.start : block.stop].any(0)
+        assert before.tolist() == seen.nonzero()[:, 0].tolist()
 
 
 def chains(prompt: int, count: int, length: int) -> torch.Tensor:
@@ -187,6 +195,19 @@ def test_a_text_without_branches_is_one_causal_block() -> None:
     assert (block.start, block.stop, block.above, block.partly, block.chain) == (0, 32768, (), (), True)
 
 
+@pytest.mark.parametrize(("length", "most"), [(129, 0.76), (448, 0.63), (512, 0.63), (4096, 0.54)])
+def test_a_cpu_computes_little_more_than_the_half_of_a_chain_that_is_seen(length: int, most: float) -> None:
+    """Its kernel computes the whole square of a short causal block."""
+    plan = plan_attention(np.full(length, length), chain_rows=CHAIN_ROWS)
+    assert all(block.chain for block in plan.blocks)
+    squares = sum((block.stop - block.start) ** 2 for block in plan.blocks)
+    assert (
+        squares + sum((part.stop - part.start) * len(positions(part.columns)) for part in plan.shared)
+        < most * length**2
+    )
+    assert len(plan.blocks) <= 16
+
+
 def test_long_completions_take_no_mask() -> None:
     plan = plan_attention(chains(1024, 8, 4096).numpy())
     assert all(block.chain for block in plan.blocks)
@@ -205,6 +226,21 @@ def test_no_tensor_grows_faster_than_the_pack(prompt: int, count: int, length: i
         out.sum().backward()
     assert seen.elements <= len(ends) * 2 * 8
     assert sum(mask.numel() for mask in tree.masks if mask is not None) <= 2 * block_attention.ROWS * len(ends)
+
+
+@pytest.mark.parametrize(("half", "blocks"), [(False, 1), (True, 3)])
+def test_chains_are_cut_where_a_cpu_computes_in_half_precision(
+    half: bool, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 the rounding of the parts would count."""
+    model = make_model("llama").train()
+    adopt_tree_attention(model)
+    (pack,) = pack_sequences([TrainingSequence("a", (5, *range(4, 104)), tuple(range(4, 204)), (0.0,) * 200)], 10**6)
+    made, plan = [], scoring.TreeAttention.of
+    monkeypatch.setattr(scoring.TreeAttention, "of", lambda *given: made.append(plan(*given)) or made[-1])
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        score_pack(model, pack, 1.0, 64)
+    assert [len(tree.plan.blocks) for tree in made] == [blocks]
 
 
 def test_a_model_of_4096_tokens_makes_no_tensor_of_their_square() -> None:

@@ -21,6 +21,7 @@ from lockstep.models.policy import fp32_head_product
 from lockstep.tokens.arrays import Ids
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import flat
+from lockstep.training.forward.attention.attention_plan import CHAIN_ROWS
 from lockstep.training.forward.attention.block_attention import TreeAttention
 from lockstep.training.forward.attention.flex_attention import FLEX, block_mask
 from lockstep.training.forward.attention.tree_attention import TREE, no_mask, passes_trees_on
@@ -274,8 +275,18 @@ def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
     kind, device = model.config.get_text_config()._attn_implementation, pack.input_ids.device
     if kind not in (TREE, FLEX):
         raise LockstepError(f"attention is {kind!r}, which takes no tree: call adopt_tree_attention(model) first")
-    tree = block_mask(pack.ends, device) if kind == FLEX else TreeAttention.of(pack.ends, device, model.dtype)
+    if kind == FLEX:
+        tree: Any = block_mask(pack.ends, device)
+    else:
+        tree = TreeAttention.of(pack.ends, device, model.dtype, _chain_rows(model, device))
     return {"attention_mask": no_mask(device), "position_ids": pack.position_ids, "tree": tree}
+
+
+def _chain_rows(model: PreTrainedModel, device: torch.device) -> int | None:
+    """Rows at which attention cuts a chain: only on a CPU, in a run in half precision. In float32 the rounding of the parts would
+    make gradients less exact by a half."""
+    half = torch.is_autocast_enabled(device.type) or model.dtype.itemsize < torch.float32.itemsize
+    return CHAIN_ROWS if device.type == "cpu" and half else None
 
 
 def _values(critic: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,8 @@ The input is `ends` of `training/batch/pack.py`. `training/forward/attention/blo
 depth-first order, and node i sees node j if and only if j <= i < ends[j]. A chain is a run of nodes in which each node is the
 parent of the next. Therefore:
 
-- Within a chain, attention is plain causal attention.
+- Within a chain, attention is plain causal attention. PyTorch's kernel for CPUs computes all pairs of a chain of up to 512 nodes,
+  also those that the causal mask hides. There a chain can be cut into blocks, so that fewer such pairs are computed.
 - All nodes of a chain see all ancestors of its first node. These columns need no mask either.
 - Adjacent chains, such as the completions of one prompt, mostly see the same ancestors. The plan joins these columns.
 - Only a block of several short chains needs a mask. Its size is the block's rows × the few columns that some rows do not see.
@@ -23,6 +24,8 @@ from lockstep.training.batch.tree import Ints
 
 # Rows of a block with a mask. Fewer rows compute fewer masked pairs; more rows use the kernel better.
 ROWS = 128
+# Rows of a block of one chain where long chains are cut, and the largest number of blocks of one chain.
+CHAIN_ROWS, _MOST_CUTS = 128, 16
 
 # First column, and the column after the last one.
 Run = tuple[int, int]
@@ -48,7 +51,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Rows of one block or of several adjacent blocks. All of them see the same columns before these blocks."""
+    """Rows of one block or of several adjacent blocks. All of them see the same columns before these blocks.
+
+    A row may be in two of them: one for the ancestors of its chain, and one for the blocks of its chain before its own.
+    """
 
     start: int
     stop: int
@@ -63,13 +69,16 @@ class AttentionPlan:
     shared: tuple[Shared, ...]
 
 
-def plan_attention(ends: Ints, rows: int = ROWS) -> AttentionPlan:
+def plan_attention(ends: Ints, rows: int = ROWS, chain_rows: int | None = None) -> AttentionPlan:
     """Plan attention over the (T,) `ends` of a tree.
 
     Args:
         rows: largest number of rows of a block with several chains.
+        chain_rows: a chain of more rows is several blocks, at most sixteen. Each of them sees the blocks before it as columns that
+            need no mask. None: a chain is one block.
     """
-    return _joined(_blocks(ends, rows))
+    plan = _joined(_blocks(ends, rows))
+    return plan if chain_rows is None else _with_short_chains(plan, chain_rows)
 
 
 def plan_window(size: int, window: int, rows: int = ROWS) -> AttentionPlan:
@@ -106,6 +115,22 @@ def _joined(blocks: Iterable[Block]) -> AttentionPlan:
         else:
             shared.append(Shared(block.start, block.stop, block.above))
     return AttentionPlan(blocks, tuple(shared))
+
+
+def _with_short_chains(plan: AttentionPlan, rows: int) -> AttentionPlan:
+    blocks: list[Block] = []
+    shared = list(plan.shared)
+    for block in plan.blocks:
+        size = block.stop - block.start
+        # In a long chain, more blocks than these would leave out few pairs, and cost more than that.
+        parts = min(-(-size // rows), _MOST_CUTS) if block.chain else 1
+        step = -(-size // parts)
+        for start in range(block.start, block.stop, step):
+            stop = min(start + step, block.stop)
+            before = ((block.start, start),) if start > block.start else ()
+            blocks.append(Block(start, stop, (*block.above, *before), block.partly, block.chain))
+            shared += [Shared(start, stop, before)] if before else []
+    return AttentionPlan(tuple(blocks), tuple(shared))
 
 
 def visible(ends: Ints, rows: Run, columns: Ints) -> np.ndarray:

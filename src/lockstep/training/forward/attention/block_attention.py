@@ -59,16 +59,20 @@ class TreeAttention:
         _TREES[id(self)] = self
 
     @classmethod
-    def of(cls, ends: torch.Tensor, device: torch.device, dtype: torch.dtype) -> TreeAttention:
+    def of(
+        cls, ends: torch.Tensor, device: torch.device, dtype: torch.dtype, chain_rows: int | None = None
+    ) -> TreeAttention:
         """Plan attention over a pack.
 
         Args:
             ends: (T,) `ends` of the pack.
             device: the device that computes attention.
             dtype: dtype of the model. A CPU computes attention at least in float32.
+            chain_rows: as in `plan_attention`.
         """
         known = ends.numpy()
-        return cls._planned(plan_attention(known, _rows(len(known), device)), known, device, dtype)
+        plan = plan_attention(known, _rows(len(known), device), chain_rows)
+        return cls._planned(plan, known, device, dtype)
 
     @classmethod
     def within(cls, window: int, size: int, device: torch.device, dtype: torch.dtype) -> TreeAttention:
