@@ -75,6 +75,12 @@ PARTS = {
     "learning-1024": Part("The learning half of a step beside TRL's", "learning", 120, _LEARNING, 0),
     "learning-8192": Part("The same with longer completions", "learning", 200, _LEARNING, 1),
     "learning-32768": Part("The same with the longest completions", "learning", 400, _LEARNING, 2),
+    "push": Part(
+        "A push of weights from GPU to GPU over NCCL, and over gloo through main memory",
+        "push",
+        200,
+        ("way", "what", "devices", "MB", "seconds", "GB/s", "digests"),
+    ),
     "host": Part("Host cost, microseconds of processor time per sampled token", "host", 150, ("work", "µs per token")),
     "limits": Part(
         "Training with the transformers engine and all proofs: largest gaps, beside the limits of parity/tolerances.py",

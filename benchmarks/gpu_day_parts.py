@@ -38,6 +38,7 @@ from gpu_day_measuring import (
     save_model,
     synchronize,
 )
+from gpu_day_push import push as push
 
 _PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "huggingface_hub", "accelerate", "datasets", "pyarrow", "numpy"),

@@ -87,7 +87,7 @@ GUARD = ("server/guard.py", "tests/server/test_keys_guard_and_command.py::TestGu
 GREETED = ("server/guard.py", "tests/server/test_greeting.py")
 CALLS = ("engines/http/server_calls.py", "tests/server/test_greeting.py")
 COMMAND = ("server/command.py", "tests/server/test_keys_guard_and_command.py::TestCommand")
-STRANGERS = ("sync/wire/gloo_proof.py", "tests/sync/test_gloo_strangers.py")
+STRANGERS = ("sync/wire/groups/proof.py", "tests/sync/test_gloo_strangers.py")
 MACHINE = ("server/machine.py", "tests/server/test_machine.py")
 KEYS = ("server/keys.py", "tests/server/test_keys_guard_and_command.py::TestKeys")
 SLOTS = ("sync/wire/slots.py", "tests/sync/test_slots.py")
@@ -550,7 +550,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gloo's store listens on every address",
-        "sync/wire/gloo.py",
+        "sync/wire/groups/meeting.py",
         "listener.bind((host, port))",
         'listener.bind(("0.0.0.0", port))',
         STRANGERS[1],
@@ -571,10 +571,45 @@ MUTATIONS = [
     ),
     Mutation(
         "the trainer waits for a dead server's address",
-        "sync/wire/gloo.py",
-        "while not wait([connected], _CHECK_EVERY).done:\n            check()",
-        "while not wait([connected], _CHECK_EVERY).done:\n            pass",
+        "sync/wire/groups/meeting.py",
+        "while not wait([done], CHECK_EVERY).done:\n            check()",
+        "while not wait([done], CHECK_EVERY).done:\n            pass",
         "tests/sync/test_transports.py",
+    ),
+    Mutation(
+        "a rank without the secret gets weights over NCCL",
+        "sync/wire/groups/proof.py",
+        "if not hmac.compare_digest(_proof(",
+        "if False and not bool(_proof(",
+        "tests/sync/test_nccl.py",
+    ),
+    Mutation(
+        "an operation over NCCL waits for a dead rank",
+        "sync/wire/groups/devices.py",
+        "                self._check()\n",
+        "                pass\n",
+        "tests/sync/test_transports.py",
+    ),
+    Mutation(
+        "a rank ends NCCL while another one still receives",
+        "sync/wire/groups/devices.py",
+        "self._control.meet()",
+        "pass",
+        "tests/sync/test_nccl.py",
+    ),
+    Mutation(
+        "two processes on one GPU",
+        "sync/wire/nccl.py",
+        "            if gpu in users:",
+        "            if False:",
+        "tests/sync/test_nccl.py",
+    ),
+    Mutation(
+        "NCCL listens on any interface",
+        "sync/wire/groups/devices.py",
+        '_variables({_INTERFACE: "=lo"})',
+        "nullcontext()",
+        "tests/sync/test_nccl.py",
     ),
     _of(KEYS, "machines with one home share a port's key", "{socket.gethostname()}-port", "port"),
     _of(MACHINE, "two servers on one port", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),

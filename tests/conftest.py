@@ -137,6 +137,16 @@ def server(untied_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield running
 
 
+@pytest.fixture
+def server_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers of this test find the key of the tests' servers in the environment."""
+    from servers import KEY
+
+    from lockstep.server.keys import KEY_VARIABLE
+
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+
+
 VLLM = [pytest.mark.vllm, needs_vllm]
 
 

@@ -16,14 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import torch
 from forked import Program
 from hosts import Host
 
+from lockstep.engines.http.server_calls import ServerCalls
+from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.errors import LockstepError
 from lockstep.server.keys import KEY_VARIABLE
+from lockstep.sync.wire.gloo import NCCL
+from lockstep.sync.wire.nccl import NCCLTransport
 from lockstep.sync.wire.transport import choose_transport
 
 KEY = "a-key-for-tests-only"
@@ -212,14 +217,14 @@ def connect(
     deltas: bool = True,
     run: str = "",
 ) -> VLLMServer:
-    """A server engine that is connected to running servers."""
-    return VLLMServer(
-        urls,
-        [key] * len(urls),
-        timeout=timeout,
-        transport=lambda servers: choose_transport(transport, servers, "127.0.0.1", 0, timeout, deltas=deltas),
-        run=run,
-    )
+    """A server engine that is connected to running servers. With `nccl`, gloo takes NCCL's place on both ends."""
+
+    def choose(servers: Sequence[ServerCalls]) -> WeightTransport:
+        if transport == NCCL:
+            return NCCLTransport("127.0.0.1", 0, timeout, torch.device("cpu"))
+        return choose_transport(transport, servers, "127.0.0.1", 0, timeout, deltas=deltas)
+
+    return VLLMServer(urls, [key] * len(urls), timeout=timeout, transport=choose, run=run)
 
 
 def begin(server: Server, work: Callable[[], None]) -> threading.Thread:

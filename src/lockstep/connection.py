@@ -134,11 +134,12 @@ def connect(
             machine saved.
         timeout: seconds that a call may take, and seconds to wait for a server.
         generation_timeouts: the time limit of one request for a completion, as a multiple of `timeout`.
-        transport: `shared_memory` (one machine), `gloo` (TCP), or `auto`: the fastest transport that all servers support.
+        transport: `shared_memory` (one machine), `gloo` (TCP), `nccl` (from GPU to GPU; not run on a GPU yet), or `auto`: the
+            fastest of the first two that all servers support.
         deltas: whether gloo sends only the elements that have changed, to servers in half precision. This process and each worker
             then keep a copy of the weights in main memory, if there is room for it.
-        group_host: the address at which servers on other machines reach this machine. Gloo listens on this address only.
-        group_port: port that gloo listens on; 0 means a free port.
+        group_host: the address at which servers on other machines reach this machine. This process listens on this address only.
+        group_port: port on which workers meet this process; 0 means a free port.
         enable_lora: send only the adapter of a model, and let vLLM's own LoRA apply it. The servers need `--enable_lora`. Several
             runs may share a server.
         run: name of the run, of letters and digits. If a run connects again with the same name, its old adapters are removed from

@@ -49,6 +49,12 @@ def test_every_part_runs_at_a_tiny_size_and_finds_right_gradients(tmp_path: Path
     assert max(row["gradients"] for name in ("passes", "chain") for row in found[name]) < 0.05
     assert [row["way"] for row in found["learning-1024"]] == ["lockstep", "trl"]
     assert found["host"][0]["µs per token"] > 0
+    assert [(row["way"], row.get("digests")) for row in found["push"]] == [
+        *[("nccl", None)] * 2,
+        ("digests of the weights", None),
+        ("nccl", "equal"),
+        ("gloo", "equal"),
+    ]
     (limits,) = found["limits"]
     assert limits["stopped"], "the injected fault passed"
     assert found["verify"][-1] == {"dtype": "float32", "proof": "exit code", "figure": 0, "passed": True}

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 from conftest import VLLM
-from servers import KEY, Server, descendants, free_port, serve
+from servers import Server, descendants, free_port, serve
 from training import equal, make_trainer, train
 
 from lockstep.engines.http.server_calls import ServerCalls
@@ -23,15 +23,9 @@ from lockstep.engines.http.server_requests import ServerRequests
 from lockstep.engines.probe import decode_floats, encode_floats
 from lockstep.errors import EngineLost
 from lockstep.parity.receipt import check_receipt, read_receipt
-from lockstep.server.keys import KEY_VARIABLE
 from lockstep.training.trainers.grpo import GRPOTrainer
 
-pytestmark = [*VLLM, pytest.mark.long]
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
+pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 
 
 @pytest.fixture(scope="module")

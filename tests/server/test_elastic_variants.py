@@ -18,21 +18,15 @@ import pytest
 from conftest import VLLM
 from forked import Program
 from long_schedule import newest
-from servers import KEY, free_port, serve
+from servers import free_port, serve
 from test_elastic_servers import Steps, changes_of, server_counts
 from test_long_schedule import curve, final_weights
 from training import equal, make_trainer, train
 
 from lockstep.parity.receipt import read_receipt
-from lockstep.server.keys import KEY_VARIABLE
 from lockstep.training.trainers.grpo import GRPOTrainer
 
-pytestmark = [*VLLM, pytest.mark.release]
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
+pytestmark = [*VLLM, pytest.mark.release, pytest.mark.usefixtures("server_key")]
 
 
 def run(model: str, folder: Path, *arguments: str, dtype: str = "float32", **changes: Any) -> tuple[GRPOTrainer, Any]:

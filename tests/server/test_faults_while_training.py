@@ -21,16 +21,15 @@ import torch
 from conftest import VLLM
 from faulty_proxy import GENERATE, FaultyProxy, faulty_proxy
 from portions import portion
-from servers import KEY, Server, impatient
+from servers import Server, impatient
 from training import equal, make_trainer, train, weights
 
 from lockstep.errors import ProofError
 from lockstep.parity.receipt import check_receipt
-from lockstep.server.keys import KEY_VARIABLE
 from lockstep.training.run_files.checkpoints import last_checkpoint
 from lockstep.training.trainers.grpo import GRPOTrainer
 
-pytestmark = [*VLLM, pytest.mark.long]
+pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 
 # The faults of an answer; each step has one of them.
 ANSWERS = ["cut", "500", "503", "late", "asked_twice", "body_twice", "truncated", "empty", "last"]
@@ -93,11 +92,6 @@ class Faults:
         finally:
             self.proxy.rule = lambda path: None
             assert self.proxy.faults == before + times, f"step {step} has not met {fault!r} at {path}"
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
 
 
 @pytest.fixture(scope="module")

@@ -12,19 +12,13 @@ from typing import Any
 import datasets
 import pytest
 from conftest import VLLM
-from servers import KEY, Server
+from servers import Server
 
 from lockstep import GRPOConfig, GRPOTrainer
-from lockstep.server.keys import KEY_VARIABLE
 
-pytestmark = [*VLLM, pytest.mark.long]
+pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 KEPT = {"top_p": 0.95, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}
 RULES = {"presence_penalty": 0.5, "min_tokens": 2, "bad_words": ["th"], "vllm_structured_outputs_regex": "[a-z ]{4,60}"}
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
 
 
 @pytest.mark.parametrize(

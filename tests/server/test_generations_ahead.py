@@ -21,7 +21,7 @@ from conftest import VLLM
 from faulty_proxy import GENERATE, faulty_proxy
 from methods import INTERRUPTED, StopAfter
 from portions import portion
-from servers import KEY, Asked, Server, connect, serve
+from servers import Asked, Server, connect, serve
 from test_in_flight import gap_by_version, long_requests
 from tiny import make_model, perturbed
 from training import even_tokens, make_trainer, train
@@ -32,7 +32,6 @@ from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.parity.receipt import check_receipt
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 from lockstep.training.methods.online_dpo import OnlineDPOConfig
 from lockstep.training.methods.ppo import PPOConfig
@@ -47,14 +46,9 @@ from lockstep.training.trainers.reinforce_pp import ReinforcePPTrainer
 from lockstep.training.trainers.rloo import RLOOTrainer
 from lockstep.verify.explain import explain_run
 
-pytestmark = [*VLLM, pytest.mark.long]
+pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 
 AHEAD: dict[str, Any] = {"max_staleness": 2, "vllm_importance_sampling_correction": True, "logging_steps": 1}
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
 
 
 class Watch:

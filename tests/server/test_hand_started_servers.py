@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 from conftest import VLLM
 from forked import Program
-from servers import KEY, Server, free_port
+from servers import Server, free_port
 from training import equal, make_trainer, train
 
 from lockstep.engines.http.server_calls import HOW_TO_START
@@ -25,16 +25,11 @@ from lockstep.errors import InputError, ProofError
 from lockstep.parity.receipt import check_receipt
 from lockstep.server.keys import KEY_VARIABLE
 
-pytestmark = VLLM
+pytestmark = [*VLLM, pytest.mark.usefixtures("server_key")]
 
 DEVELOPER = "VLLM_SERVER_DEV_MODE"
 # The arguments that our errors name.
 NAMED = shlex.split(HOW_TO_START.partition("and the arguments ")[2])
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
 
 
 @contextmanager

@@ -16,20 +16,19 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import VLLM
-from servers import KEY, Server, serve
+from servers import Server, serve
 from training import equal, make_trainer, train
 
 import lockstep.sync.wire.shared_memory as shared_memory
 from lockstep.errors import EngineLost
 from lockstep.parity.receipt import check_receipt
-from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire.chunks import chunks
 from lockstep.sync.wire.gloo import GlooTransport
 from lockstep.sync.wire.slots import TrainerSlots
 from lockstep.training.trainers.grpo import GRPOTrainer
 
-pytestmark = VLLM
+pytestmark = [*VLLM, pytest.mark.usefixtures("server_key")]
 
 ROLES = ("api", "core")
 MOMENTS = ("generating", "idle", "pushing")
@@ -165,11 +164,6 @@ class Killer:
 
         with patch.object(trainer.engine, "load", load):
             yield
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
 
 
 def run(model: str, folder: Path, server: Server, steps: int, kills: bool) -> tuple[dict, Killer]:

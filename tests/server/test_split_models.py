@@ -52,7 +52,7 @@ def check_whole(engine: VLLMServer, model: PreTrainedModel, version: int) -> Non
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo", "nccl"])
 def test_a_split_model_gets_every_weight_and_is_probed_whole(split: tuple[str, Server], transport: str) -> None:
     kind, server = split
     first = make_model("llama", tied=True) if kind == "tied" else make_model()

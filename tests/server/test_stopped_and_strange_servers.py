@@ -8,23 +8,17 @@ from pathlib import Path
 
 import pytest
 from conftest import VLLM
-from servers import KEY, Server, connect, impatient
+from servers import Server, connect, impatient
 from tiny import make_model
 from training import equal, make_trainer, train
 
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
-from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 
-pytestmark = [*VLLM, pytest.mark.long]
+pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 
 REQUESTS = [GenerationRequest(RequestKey(f"p{i}", 0), (7, 8, 9 + i), Sampling(12), 50 + i) for i in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
 
 
 @pytest.fixture(params=["api", "core"])

@@ -15,19 +15,13 @@ import pytest
 from caller import Product, multiply
 from conftest import VLLM
 from portions import portion
-from servers import KEY, Server, serve
+from servers import Server, serve
 from test_filters_ahead import KEPT
 
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.errors import InputError
-from lockstep.server.keys import KEY_VARIABLE
 
-pytestmark = [*VLLM, pytest.mark.long]
-
-
-@pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
+pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ from lockstep.sync.source import PlainSource
 from lockstep.sync.wire import deltas
 from lockstep.sync.wire.deltas import NO_CHANGES, Changes, ReceivedWeights, apply_changes, changes_between, part_of
 from lockstep.sync.wire.gloo import GlooTransport
+from lockstep.sync.wire.nccl import NCCLTransport
 from lockstep.sync.wire.shared_memory import SharedMemoryTransport
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -376,8 +377,16 @@ class KeepingWorker(Worker):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [lambda: SharedMemoryTransport(20.0), lambda: GlooTransport("127.0.0.1", 0, 20.0)])
-def test_both_transports_carry_what_changed(make: Callable[[], Any], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SharedMemoryTransport(20.0),
+        lambda: GlooTransport("127.0.0.1", 0, 20.0),
+        lambda: NCCLTransport("127.0.0.1", 0, 20.0, torch.device("cpu")),
+    ],
+    ids=["shared_memory", "gloo", "nccl"],
+)
+def test_every_transport_carries_what_changed(make: Callable[[], Any], dtype: torch.dtype) -> None:
     model, sent, transport = make_model().to(dtype), LastPush(), make()
     workers = [KeepingWorker(), KeepingWorker()]
     sizes = []
@@ -394,7 +403,7 @@ def test_both_transports_carry_what_changed(make: Callable[[], Any], dtype: torc
             if version == 2:
                 moved(model)
     transport.close()
-    keeps = dtype is torch.bfloat16 and isinstance(transport, GlooTransport)
+    keeps = dtype is torch.bfloat16 and type(transport) is GlooTransport
     attention = sum(p.nbytes for p in model.model.layers[1].self_attn.parameters())
     assert sizes[:3] == [update.bytes, 0, 3 * 4 if keeps else attention]
     assert sizes[3] <= 0.05 * update.bytes if keeps else sizes[3] == update.bytes

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from test_transports import Worker, arrived_whole, weights
 
-from lockstep.sync.wire import gloo
 from lockstep.sync.wire.gloo import GlooTransport
-from lockstep.sync.wire.gloo_proof import SignedStore
+from lockstep.sync.wire.groups.channel import FROM_SENDER
+from lockstep.sync.wire.groups.meeting import Meeting, gloo_group, ready_key
 
-REFUSED = "another program took part in this push over gloo, so no weights were sent"
+REFUSED = "another program took part in this push, so no weights were sent"
 LIMIT = 20.0
 
 
@@ -89,7 +89,7 @@ class Forged(Worker):
 
     def update_weights(self, info: dict[str, Any]) -> None:
         store = dist.TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=LIMIT))
-        store.set(gloo._ready_key(info["rank"]), "")
+        store.set(ready_key(info["rank"]), "")
         deadline = time.monotonic() + LIMIT
         while not (keys := [key for key in store.list_keys() if "rank" in key or "/0" in key]):
             assert time.monotonic() < deadline, store.list_keys()
@@ -119,13 +119,14 @@ class Impostor(Worker):
     def update_weights(self, info: dict[str, Any]) -> None:
         limit = timedelta(seconds=LIMIT)
         store = dist.TCPStore(info["host"], info["port"], is_master=False, timeout=limit, wait_for_workers=False)
-        store.set(gloo._ready_key(info["rank"]), "")
-        group = gloo._group(SignedStore(store, info["secret"], 1.0), info["rank"], info["size"], info["host"], 1.0)
+        store.set(ready_key(info["rank"]), "")
+        meeting = Meeting(store, info["secret"], info["rank"], info["size"], info["host"], 1.0, lambda: None)
+        group = gloo_group(meeting.signed(), meeting)
         said = group.send([torch.zeros(32, dtype=torch.uint8)], 0, 0)
         group.recv([torch.zeros(32, dtype=torch.uint8)], 0, 0).wait()
         said.wait()
         with suppress(RuntimeError):
-            group.broadcast([self.got], gloo._FROM_SENDER).wait()
+            group.broadcast([self.got], FROM_SENDER).wait()
 
 
 def test_a_program_without_the_secret_gets_no_weights() -> None:

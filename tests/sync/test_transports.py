@@ -1,4 +1,7 @@
-"""Both transports between a trainer and workers that the test starts: the right data arrives, within the stated memory."""
+"""The transports between a trainer and workers that the test starts: the right data arrives, within the stated memory.
+
+On a CPU, the transport from GPU to GPU broadcasts over a second group of gloo instead of NCCL. Everything else of it runs here.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ from lockstep.sync.wire import chunks as chunks_module
 from lockstep.sync.wire import gloo, shared_memory
 from lockstep.sync.wire import transport as transport_module
 from lockstep.sync.wire.chunks import Named, chunks
-from lockstep.sync.wire.gloo import GlooTransport, Receiver
+from lockstep.sync.wire.gloo import GLOO, NCCL, GlooTransport, Receiver
+from lockstep.sync.wire.groups.meeting import Meeting, connect, ready_key
+from lockstep.sync.wire.nccl import NCCLTransport
 from lockstep.sync.wire.shared_memory import Segment, SharedMemoryTransport
 from lockstep.sync.wire.slots import worker_chunks
 from lockstep.sync.wire.transport import choose_transport
@@ -46,7 +51,7 @@ class Worker:
         self.segment = Segment(info["segment"], info["bytes"])
 
     def update_weights(self, info: dict[str, Any]) -> None:
-        if info["transport"] == gloo.NAME:
+        if info["transport"] in (GLOO, NCCL):
             coming = self.receiver.receive(info, info["chunks"])
         else:
             assert self.segment is not None
@@ -99,9 +104,18 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "CHUNK_BYTES", CHUNK)
 
 
+def over_groups(name: str, limit: float = 20.0) -> GlooTransport:
+    """A transport that connects the ranks of each push by torch.distributed."""
+    if name == GLOO:
+        return GlooTransport("127.0.0.1", 0, limit)
+    return NCCLTransport("127.0.0.1", 0, limit, torch.device("cpu"))
+
+
+GROUPS = [GLOO, NCCL]
 TRANSPORTS: dict[str, Callable[[], Any]] = {
     "shared_memory": lambda: SharedMemoryTransport(20.0),
-    "gloo": lambda: GlooTransport("127.0.0.1", 0, 20.0),
+    GLOO: lambda: over_groups(GLOO),
+    NCCL: lambda: over_groups(NCCL),
 }
 
 
@@ -138,9 +152,10 @@ class DeadServersWorker(Worker):
         raise EngineLost("the server is gone", lambda: None)
 
 
-def test_a_push_over_gloo_ends_with_its_server_even_if_a_worker_stays_connected() -> None:
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_push_ends_with_its_server_even_if_a_worker_stays_connected(name: str) -> None:
     """The tensors are larger than what the sockets hold, so that gloo waits for a reader."""
-    transport, worker = GlooTransport("127.0.0.1", 0, 20.0), DeadServersWorker()
+    transport, worker = over_groups(name), DeadServersWorker()
     began = time.monotonic()
     with pytest.raises(EngineLost, match="the server is gone"):
         transport.send([(f"t{i}", torch.zeros(8_000_000)) for i in range(8)], [worker])
@@ -161,17 +176,34 @@ class Killed(Worker):
     def update_weights(self, info: dict[str, Any]) -> None:
         if self._stage == "connected":
             store = TCPStore(info["host"], info["port"], is_master=False, wait_for_workers=False)
-            store.set(gloo._ready_key(info["rank"]), "")
+            store.set(ready_key(info["rank"]), "")
+        if self._stage == "met":
+            # It does not take part in the second group.
+            store = TCPStore(info["host"], info["port"], is_master=False, wait_for_workers=False)
+            store.set(ready_key(info["rank"]), "")
+            self.control = connect(
+                Meeting(store, info["secret"], info["rank"], info["size"], info["host"], 60.0, lambda: None)
+            )
         if self._stage == "receiving":
             self.coming = self.receiver.receive(info, info["chunks"])
             next(self.coming)
         raise EngineLost("the server is gone", lambda: None)
 
 
-@pytest.mark.parametrize("stage", ["called", "connected", "receiving"])
-def test_a_push_over_gloo_ends_on_all_servers_when_one_of_them_dies(stage: str) -> None:
-    """Gloo alone would wait for the dead one until the time limit, on every machine."""
-    transport, dead, other = GlooTransport("127.0.0.1", 0, 60.0), Killed(stage), Worker()
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        (GLOO, "called"),
+        (GLOO, "connected"),
+        (GLOO, "receiving"),
+        (NCCL, "connected"),
+        (NCCL, "met"),
+        (NCCL, "receiving"),
+    ],
+)
+def test_a_push_ends_on_all_servers_when_one_of_them_dies(name: str, stage: str) -> None:
+    """Gloo alone would wait for the dead one until the time limit, and NCCL without end, on every machine."""
+    transport, dead, other = over_groups(name, 60.0), Killed(stage), Worker()
     began = time.monotonic()
     with pytest.raises(EngineLost, match="the server is gone"):
         transport.send([(f"t{i}", torch.zeros(8_000_000)) for i in range(8)], [other, dead])
@@ -193,8 +225,9 @@ def test_shared_memory_is_two_chunks_and_a_worker_of_it_has_no_memory_of_its_own
 
 
 @pytest.mark.parametrize("sizes", [SIZES, [size for size in SIZES if size <= 600], [100] * 30, [3]])
-def test_a_worker_of_gloo_holds_one_chunk_or_one_larger_tensor_and_keeps_it(sizes: list[int]) -> None:
-    worker, transport = Worker(), GlooTransport("127.0.0.1", 0, 20.0)
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_worker_holds_one_chunk_or_one_larger_tensor_and_keeps_it(sizes: list[int], name: str) -> None:
+    worker, transport = Worker(), over_groups(name)
     sent = [(f"t{i}", torch.randn(size)) for i, size in enumerate(sizes)]
     transport.send(sent, [worker])
     kept = worker.receiver._buffer.data_ptr()

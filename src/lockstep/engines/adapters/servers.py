@@ -222,7 +222,7 @@ class ServerAdapters:
         except RuntimeError as error:
             if isinstance(error, LockstepError):
                 raise
-            # gloo raises a plain RuntimeError for a peer that is late or gone.
+            # gloo and NCCL raise a plain RuntimeError for a peer that is late or gone.
             raise self._engine.lost(f"the adapter did not reach the servers: {str(error)[:300]}") from error
         arrived = [
             loaded_from(found, self._servers.name_of(number))

@@ -232,7 +232,7 @@ class VLLMServer:
         except BaseException as error:
             self._pauses.wait()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
-                # gloo raises a plain RuntimeError for a peer that is late or gone.
+                # gloo and NCCL raise a plain RuntimeError for a peer that is late or gone.
                 raise self._lost(f"the weights did not reach the servers: {str(error)[:300]}") from error
             raise
         self._pauses.check()

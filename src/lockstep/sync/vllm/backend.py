@@ -21,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
+from vllm.utils.nccl import unpinned_nccl_env
 
 from lockstep.engines.held import HeldWeights
 from lockstep.engines.protocol import LoadedWeights
@@ -35,9 +36,10 @@ from lockstep.sync.vllm.reload import (
     restore_expert_kernels,
     restore_unloaded,
 )
-from lockstep.sync.wire import gloo, shared_memory
+from lockstep.sync.wire import shared_memory
 from lockstep.sync.wire.chunks import Named, chunks
 from lockstep.sync.wire.deltas import Changes, Piece, ReceivedWeights
+from lockstep.sync.wire.gloo import GLOO, NCCL, Receiver
 from lockstep.sync.wire.slots import worker_chunks
 
 # Merged or cast tensors are loaded in parts of this size. In memory are two parts at most, and the tensors that vLLM still needs.
@@ -73,14 +75,14 @@ class WireInit(WeightTransferInitInfo):
 
 @dataclass
 class WireUpdate(WeightTransferUpdateInfo):
-    """All chunks of one push, which arrive in the shared-memory segment or over gloo.
+    """All chunks of one push, which arrive in the shared-memory segment, over gloo or over NCCL.
 
     Attributes:
         chunks: what each chunk may hold (`chunks.TensorPlace`).
-        rank: rank of this server's first worker among the `size` ranks of the push (over gloo the trainer is one of them).
+        rank: rank of this server's first worker among the `size` ranks of the push (over gloo and NCCL the trainer is one of them).
         push: number of the push, in the segment.
         timeout: seconds to wait for one chunk.
-        secret: the secret of this push over gloo (`gloo_proof.py`).
+        secret: the secret of this push over gloo or NCCL (`sync/wire/groups/proof.py`).
         base: as in `WeightReceiver.load`.
         keeps: whether the worker keeps a copy of what it receives. Then later pushes can send only the changed elements.
     """
@@ -182,7 +184,7 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
 
 
 class ServerWeightTransfer(_LayerwiseTransfer):
-    """For a server's worker: receives chunks from shared memory, or a whole push over gloo."""
+    """For a server's worker: receives chunks from shared memory, or a whole push over gloo or NCCL."""
 
     init_info_cls = WireInit
     update_info_cls = WireUpdate
@@ -194,7 +196,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segments: dict[str, shared_memory.Segment] = {}
         # The run that has reserved this engine for its push, and the end of the reservation by the monotonic clock.
         self._reserved = "", 0.0
-        self._gloo = gloo.Receiver()
+        self._receiver = Receiver(self.device, unpinned_nccl_env)
         self._reference = ReceivedWeights()
 
     def init_transfer_engine(self, init_info: WireInit) -> None:
@@ -247,8 +249,8 @@ class ServerWeightTransfer(_LayerwiseTransfer):
     ) -> Generator[list[Piece], None, None]:
         # The trainer names the rank of the server's first worker; the other workers have the ranks after it.
         worker_rank = update_info.rank + self.parallel_config.rank
-        if update_info.transport == gloo.NAME:
-            return self._gloo.receive({**vars(update_info), "rank": worker_rank}, update_info.chunks)
+        if update_info.transport in (GLOO, NCCL):
+            return self._receiver.receive({**vars(update_info), "rank": worker_rank}, update_info.chunks)
         if update_info.transport == shared_memory.NAME and segment is not None:
             return shared_memory.pieces_of(
                 worker_chunks(

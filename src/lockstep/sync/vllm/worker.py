@@ -15,6 +15,7 @@ from lockstep.engines.probe import encode_floats
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.vllm.settings import effective_settings, splits_prompts
 from lockstep.sync.wire.deltas import available_bytes
+from lockstep.sync.wire.nccl import identity_of
 from lockstep.sync.wire.shared_memory import read_test_file
 
 # Made when a worker's process starts. If two URLs lead to the same server, this value shows it.
@@ -94,6 +95,10 @@ class LockstepWorker:
     def lockstep_sees(self, name: str) -> dict[str, str | None]:
         """The content of a trainer's file in shared memory, or None if this machine has no such file."""
         return {"read": read_test_file(name)}
+
+    def lockstep_device(self) -> dict[str, str]:
+        """UUID of this worker's GPU; empty if it computes on another device."""
+        return {"gpu": identity_of(self.weight_transfer_engine.device)}
 
     # ---- adapters alone (`engines/adapters/servers.py`) -------------------------------------------------------------
 

@@ -103,11 +103,11 @@ def count_of(piece: torch.Tensor | Changes) -> int:
     return piece.elements if isinstance(piece, Changes) else WHOLE
 
 
-def raw_bytes(piece: torch.Tensor | Changes) -> torch.Tensor:
-    """The bytes of a piece as they are sent: uint8, in main memory."""
+def raw_bytes(piece: torch.Tensor | Changes, device: torch.device) -> torch.Tensor:
+    """The bytes of a piece as they are sent: uint8, on `device`."""
     if isinstance(piece, Changes):
-        return piece.raw
-    return piece.detach().contiguous().cpu().flatten().view(torch.uint8)
+        return piece.raw.to(device)
+    return piece.detach().contiguous().to(device).flatten().view(torch.uint8)
 
 
 def arrived_pieces(counts: Sequence[int], places: Sequence[Named]) -> list[Piece]:

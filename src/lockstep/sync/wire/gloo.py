@@ -1,51 +1,51 @@
-"""Both ends of the gloo transport: weights to servers on other machines over TCP, with torch.distributed.
+"""Both ends of the transports with torch.distributed: weights to servers on other machines over TCP (gloo), or to GPUs (NCCL).
 
 Every push makes new connections. The trainer listens on the address that it was given and on no other. Each server's worker
 connects, and all connections close when the push is over. So a server that died or restarted between two pushes leaves
 nothing to repair. Tensors are sent directly from the trainer's memory. They are cut into half-chunks, so that a server can
 receive one while it loads the other. A server holds at most one chunk, or one tensor if that is larger. Only bytes are sent:
-nothing is unpickled. Both ends prove that they know the secret of the push before the first weight is sent (`gloo_proof.py`).
+nothing is unpickled. Both ends prove that they know the secret of the push before the first weight is sent (`groups/proof.py`).
 
 If one server fails, the push ends for all of them: the trainer writes a key into the store, and every worker looks for this key
-while it waits. Gloo itself would wait until its time limit.
+while it waits. Gloo itself would wait until its time limit, and NCCL without end. `sync/wire/nccl.py` has what only NCCL needs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from itertools import islice
-from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
-from lockstep.errors import EngineLost, InputError
+from lockstep.errors import EngineLost
 from lockstep.sync.changes import may_be_base, meta_tensors, pieces
 from lockstep.sync.wire.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, buffer_bytes, chunks, layout, views
 from lockstep.sync.wire.deltas import Piece, arrived_pieces, available_bytes, count_of, piece_bytes, raw_bytes
-from lockstep.sync.wire.gloo_proof import SignedStore, authenticate, new_secret
+from lockstep.sync.wire.groups.channel import SENDER, GlooChannel
+from lockstep.sync.wire.groups.devices import DeviceChannel
+from lockstep.sync.wire.groups.meeting import Meeting, connect, listen, open_store, own_address, ready_key
+from lockstep.sync.wire.groups.proof import new_secret
 
 _logger = logging.getLogger(__name__)
-InFlight = deque[tuple[dist.Work, torch.Tensor]]
 
-NAME = "gloo"
-_SENDER = 0
+GLOO, NCCL = "gloo", "nccl"
+_CPU = torch.device("cpu")
 # If the store has this key, the push has failed.
 _PUSH_FAILED = "ended"
-_POLL_EVERY, _CHECK_EVERY = 0.002, 0.5
+_POLL_EVERY = 0.002
 
 
 class GlooTransport:
-    """The trainer's end of the transport.
+    """The trainer's end of the transport. `NCCLTransport` is the same with another channel.
 
     Args:
         host: this machine's address, as the servers reach it.
@@ -58,23 +58,27 @@ class GlooTransport:
         InputError: this machine cannot listen on that address and port.
     """
 
+    _name = GLOO
+    # Where the bytes are when they are sent.
+    _device = _CPU
+
     def __init__(self, host: str, port: int, timeout: float, *, deltas: bool = True) -> None:
         self._host, self._port, self._timeout = host, port, timeout
         self._wants_deltas = deltas
         # Whether there is room for the copies; None: no push was made yet.
         self._deltas: bool | None = None
-        _listen(host, port).close()
+        listen(host, port).close()
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
         deltas = may_be_base(tensors) and self._sends_deltas(tensors, servers)
         pool = ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push")
-        listener = _listen(self._host, self._port)
+        listener = listen(self._host, self._port)
         ranks = worker_ranks(servers, 1)
         port, size, secret = listener.getsockname()[1], ranks[-1], new_secret()
         try:
             placed = [layout(part)[0] for part in chunks(meta_tensors(tensors), CHUNK_BYTES // 2)]
             connection = {
-                "transport": NAME,
+                "transport": self._name,
                 "host": self._host,
                 "port": port,
                 "size": size,
@@ -88,7 +92,8 @@ class GlooTransport:
                 for rank, server in zip(ranks, servers, strict=False)
             ]
             try:
-                chunked = _sent_bytes(pieces(tensors, deltas=deltas), [len(places) for places in placed])
+                lengths = [len(places) for places in placed]
+                chunked = _sent_bytes(pieces(tensors, deltas=deltas), lengths, self._device)
                 self._broadcast(listener, size, secret, chunked, pending)
             except EngineLost:
                 # This is the error of the first server that failed. The other servers fail because of it.
@@ -123,23 +128,26 @@ class GlooTransport:
         pending: Sequence[Future[None]],
     ) -> None:
         # `detach` hands the file descriptor over to the store, which will close it.
-        store = _store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
+        store = open_store(self._host, listener.getsockname()[1], self._timeout, listener.detach())
 
         def check() -> None:
             check_pending(pending)
 
         try:
             self._wait_for_workers(store, size, pending)
-            group = _connect(store, secret, _SENDER, size, self._host, self._timeout, check)
-            _broadcast_parts(group, raw, check)
+            with self._channel(Meeting(store, secret, SENDER, size, self._host, self._timeout, check)) as channel:
+                channel.broadcast(raw)
         except BaseException:
             store.set(_PUSH_FAILED, "")
             raise
 
+    def _channel(self, meeting: Meeting) -> GlooChannel:
+        return GlooChannel(connect(meeting), meeting.check)
+
     def _wait_for_workers(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
         """Wait until every worker has connected, or raise as soon as a server reports an error."""
         deadline = time.monotonic() + self._timeout
-        while not store.check([_ready_key(rank) for rank in range(1, size)]):
+        while not store.check([ready_key(rank) for rank in range(1, size)]):
             check_pending(pending)
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not every server connected to {self._host} within {self._timeout:.0f} s")
@@ -147,9 +155,19 @@ class GlooTransport:
 
 
 class Receiver:
-    """A worker's end of the transport. It receives the next chunk while one is loaded, and keeps its buffer between pushes."""
+    """A worker's end of both transports. It receives the next chunk while one is loaded, and keeps its buffer between pushes.
 
-    def __init__(self) -> None:
+    Args:
+        device: the worker's device. Over NCCL tensors arrive there, over gloo in main memory.
+        environment: makes the context of `DeviceChannel`.
+    """
+
+    def __init__(
+        self,
+        device: torch.device = _CPU,
+        environment: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._device, self._environment = device, environment
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def receive(
@@ -172,45 +190,52 @@ class Receiver:
             if store.check([_PUSH_FAILED]):
                 raise RuntimeError("another server failed during this push, so the trainer ended it")
 
-        store.set(_ready_key(info["rank"]), "")
-        address = _own_address(host, port, timeout)
-        group = _connect(store, secret, info["rank"], info["size"], address, timeout, check)
-        places = self._places([buffer_bytes(part) for part in parts])
+        store.set(ready_key(info["rank"]), "")
+        address = own_address(host, port, timeout)
+        channel = self._channel(info, Meeting(store, secret, info["rank"], info["size"], address, timeout, check))
+        places = self._places([buffer_bytes(part) for part in parts], channel.device)
 
         def receive_chunk(number: int) -> list[Piece]:
             start, end = places[number]
             targets = views(self._buffer[start:end], parts[number])
-            counts_tensor = torch.empty(len(targets), dtype=torch.int64)
+            counts_tensor = torch.empty(len(targets), dtype=torch.int64, device=channel.device)
             try:
-                _broadcast_parts(group, [counts_tensor.view(torch.uint8)], check)
+                channel.broadcast([counts_tensor.view(torch.uint8)])
                 counts = counts_tensor.tolist()
                 raw = (
                     tensor.flatten().view(torch.uint8)[: piece_bytes(count, tensor)]
                     for count, (_, tensor) in zip(counts, targets, strict=True)
                 )
-                _broadcast_parts(group, raw, check)
+                channel.broadcast(raw)
             except BaseException:
-                # Gloo may still write into this memory.
+                # The channel may still write into this memory.
                 self._buffer = torch.empty(0, dtype=torch.uint8)
                 raise
             return arrived_pieces(counts, targets)
 
-        # Leaving this block waits for the running receive, so that nothing is written into the buffer afterwards.
-        with ThreadPoolExecutor(1, thread_name_prefix="lockstep-receive") as pool:
+        # Leaving the inner block waits for the running receive, so that nothing is written into the buffer afterwards.
+        with channel, ThreadPoolExecutor(1, thread_name_prefix="lockstep-receive") as pool:
             next_chunk: Future[list[Piece]] | None = None
             for number in range(len(parts)):
                 arrived = receive_chunk(number) if next_chunk is None else next_chunk.result()
                 is_disjoint = number + 1 < len(parts) and _are_disjoint(places[number], places[number + 1])
                 next_chunk = pool.submit(receive_chunk, number + 1) if is_disjoint else None
                 yield arrived
+                channel.settle()
 
-    def _places(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+    def _channel(self, info: Mapping[str, Any], meeting: Meeting) -> GlooChannel:
+        control = connect(meeting)
+        if info["transport"] == NCCL:
+            return DeviceChannel(control, meeting, self._device, self._environment())
+        return GlooChannel(control, meeting.check)
+
+    def _places(self, sizes: Sequence[int], device: torch.device) -> list[tuple[int, int]]:
         """(start, end) of each chunk in the buffer: the two ends of the buffer in turn. Large chunks may overlap."""
         largest = max(sizes, default=0)
         needed = max(largest, min(2 * aligned(largest), CHUNK_BYTES))
-        if self._buffer.numel() < needed:
+        if self._buffer.numel() < needed or self._buffer.device != device:
             self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.empty(needed, dtype=torch.uint8)
+            self._buffer = torch.empty(needed, dtype=torch.uint8, device=device)
         upper_starts = [(self._buffer.numel() - size) // ALIGNMENT * ALIGNMENT for size in sizes]
         starts = [upper_starts[number] if number % 2 else 0 for number in range(len(sizes))]
         return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -236,144 +261,16 @@ def _copies_fit(tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls]
     return not without_room
 
 
-def _sent_bytes(incoming: Iterator[Piece], lengths: Sequence[int]) -> Iterator[torch.Tensor]:
-    """The bytes of a push in the order in which they are sent: for each chunk its counts, then its pieces."""
+def _sent_bytes(incoming: Iterator[Piece], lengths: Sequence[int], device: torch.device) -> Iterator[torch.Tensor]:
+    """The bytes of a push on a device, in the order in which they are sent: for each chunk its counts, then its pieces."""
     for length in lengths:
         chunk = list(islice(incoming, length))
-        yield torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64).view(torch.uint8)
+        yield torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64, device=device).view(torch.uint8)
         while chunk:
-            yield raw_bytes(chunk.pop(0)[1])
+            yield raw_bytes(chunk.pop(0)[1], device)
     # Read to the end, because an update describes its last tensors only then.
     assert next(incoming, None) is None
 
 
 def _are_disjoint(one: tuple[int, int], other: tuple[int, int]) -> bool:
     return one[1] <= other[0] or other[1] <= one[0]
-
-
-def _broadcast_parts(group: dist.ProcessGroup, parts: Iterable[torch.Tensor], check: Callable[[], None]) -> None:
-    """Broadcast bytes from the sender to every rank, in order, with two broadcasts in flight at a time.
-
-    Gloo cannot end a broadcast early, and some workers never read it, for example a stopped process of a dead server. Therefore, if
-    this function raises, a thread keeps the connections and the memory until the broadcasts end.
-
-    Args:
-        check: called twice per second while this process waits for a broadcast. It raises if the push has failed.
-    """
-    in_flight: InFlight = deque()
-    try:
-        for data in parts:
-            if data.numel():
-                in_flight.append((group.broadcast([data], _FROM_SENDER), data))
-            if len(in_flight) == _IN_FLIGHT:
-                _wait(in_flight[0][0], check)
-                in_flight.popleft()
-        while in_flight:
-            _wait(in_flight[0][0], check)
-            in_flight.popleft()
-    except BaseException:
-        Thread(target=_wait_for_gloo, args=(in_flight, group), daemon=True, name="lockstep-broadcast").start()
-        raise
-
-
-def _wait(work: dist.Work, check: Callable[[], None]) -> None:
-    while True:
-        try:
-            work.wait(timedelta(seconds=_CHECK_EVERY))
-            return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()
-                return
-        check()
-
-
-def _wait_for_gloo(in_flight: InFlight, group: dist.ProcessGroup) -> None:
-    """Wait until gloo no longer uses the memory. `group` is an argument only to keep its connections until then."""
-    for work, _ in in_flight:
-        with contextlib.suppress(RuntimeError):
-            work.wait()
-
-
-_IN_FLIGHT = 2
-_FROM_SENDER = dist.BroadcastOptions()
-_FROM_SENDER.rootRank = _SENDER
-
-
-def _connect(
-    store: dist.Store, secret: str, rank: int, size: int, host: str, timeout: float, check: Callable[[], None]
-) -> dist.ProcessGroup:
-    """Connect to all other ranks, and exchange proofs with each of them.
-
-    Gloo cannot stop this early. Therefore a thread does it. If the push fails, the thread goes on until gloo's time limit.
-
-    Args:
-        check: called twice per second until the thread is ready. It raises if the push has failed.
-    """
-    connected: Future[dist.ProcessGroup] = Future()
-    signed = SignedStore(store, secret, timeout)
-
-    def connect() -> None:
-        try:
-            group = _group(signed, rank, size, host, timeout)
-            authenticate(group, secret, rank, size)
-            connected.set_result(group)
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is read
-            connected.set_exception(error)
-
-    Thread(target=connect, daemon=True, name="lockstep-meeting").start()
-    try:
-        while not wait([connected], _CHECK_EVERY).done:
-            check()
-    except BaseException:
-        signed.end()
-        raise
-    return connected.result()
-
-
-def _group(store: dist.Store, rank: int, size: int, host: str, timeout: float) -> dist.ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # By default gloo would use whichever address this machine's host name resolves to.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=timeout)
-    return dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[return-value]
-
-
-def _store(host: str, port: int, timeout: float, listener: int) -> dist.TCPStore:
-    # The store gets our socket, because its own would listen on every address of this machine.
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        master_listen_fd=listener,
-    )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    with contextlib.ExitStack() as undo:
-        undo.callback(listener.close)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise InputError(
-                f"vllm_group_host={host!r}, vllm_group_port={port}: cannot listen there ({error}); give an address of this machine "
-                "and a free port"
-            ) from error
-        listener.listen()
-        undo.pop_all()
-    return listener
-
-
-def _own_address(host: str, port: int, timeout: float) -> str:
-    """This machine's address on the route to the trainer."""
-    with socket.create_connection((host, port), timeout=timeout) as connection:
-        return str(connection.getsockname()[0])
-
-
-def _ready_key(rank: int) -> str:
-    return f"here/{rank}"

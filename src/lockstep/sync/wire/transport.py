@@ -1,4 +1,4 @@
-"""Chooses how the bytes of a push reach the servers: through shared memory or over gloo.
+"""Chooses how the bytes of a push reach the servers: through shared memory, over gloo or over NCCL.
 
 `engines/http/vllm_server.py` drives a transport. A transport moves bytes and reports what it placed where. The version, the
 acknowledgement and the comparison are the same for all transports (`sync/push.py`).
@@ -15,12 +15,25 @@ from lockstep.engines.http.server_calls import is_local
 from lockstep.engines.http.transport import WeightReceiverCalls, WeightTransport
 from lockstep.errors import InputError
 from lockstep.sync.wire.chunks import Named
-from lockstep.sync.wire.gloo import GlooTransport
+from lockstep.sync.wire.gloo import GLOO, NCCL, GlooTransport
+from lockstep.sync.wire.nccl import NCCLTransport, check_gpus, identity_of, own_gpu
 from lockstep.sync.wire.shared_memory import SharedMemoryFull, SharedMemoryTransport, shares_memory
 
 _logger = logging.getLogger(__name__)
 
-TRANSPORTS = ("auto", "shared_memory", "gloo")
+TRANSPORTS = ("auto", "shared_memory", GLOO, NCCL)
+
+
+def check_transport(name: str) -> None:
+    """Check a transport before servers are asked.
+
+    Raises:
+        InputError: the name is unknown, or it is `nccl` and this process has no GPU.
+    """
+    if name not in TRANSPORTS:
+        raise InputError(f"vllm_weight_transport={name!r}; it must be one of {', '.join(TRANSPORTS)}")
+    if name == NCCL:
+        own_gpu()
 
 
 def choose_transport(
@@ -32,22 +45,26 @@ def choose_transport(
     *,
     deltas: bool = True,
 ) -> WeightTransport:
-    """The transport that was asked for, or the fastest one that every server supports.
+    """The transport that was asked for, or with `auto` the fastest one that every server supports. `auto` does not choose NCCL.
 
     Args:
         name: one of `TRANSPORTS`.
-        host: this machine's address, as the servers reach it. Gloo listens on it and on no other.
-        port: port that gloo listens on; 0 means a free port.
+        host: this machine's address, as the servers reach it. The trainer listens on it and on no other.
+        port: port that the trainer listens on; 0 means a free port.
         timeout: seconds that any step of a push may take.
         deltas: as in `GlooTransport`.
 
     Raises:
         InputError: the name is unknown, or a server cannot use the transport.
     """
-    if name not in TRANSPORTS:
-        raise InputError(f"vllm_weight_transport={name!r}; it must be one of {', '.join(TRANSPORTS)}")
+    check_transport(name)
+    if name == NCCL:
+        gpu = own_gpu()
+        check_gpus(identity_of(gpu), servers)
+        _check_host(servers, host)
+        return NCCLTransport(host, port, timeout, gpu)
     make_gloo = partial(_make_gloo, servers, host, port, timeout, deltas)
-    if name != "gloo" and all(shares_memory(server) for server in servers):
+    if name != GLOO and all(shares_memory(server) for server in servers):
         shared = SharedMemoryTransport(timeout)
         return shared if name == "shared_memory" else SharedMemoryOrGloo(shared, make_gloo)
     if name != "shared_memory":
@@ -61,13 +78,17 @@ def choose_transport(
 def _make_gloo(
     servers: Sequence[WeightReceiverCalls], host: str, port: int, timeout: float, deltas: bool
 ) -> GlooTransport:
+    _check_host(servers, host)
+    return GlooTransport(host, port, timeout, deltas=deltas)
+
+
+def _check_host(servers: Sequence[WeightReceiverCalls], host: str) -> None:
     remote = [server.url for server in servers if not is_local(urlsplit(server.url).hostname or "")]
     if remote and is_local(host):
         raise InputError(
             f"the server at {remote[0]} cannot reach this machine at {host}: set vllm_group_host to this machine's address "
             "as that server reaches it"
         )
-    return GlooTransport(host, port, timeout, deltas=deltas)
 
 
 class SharedMemoryOrGloo:

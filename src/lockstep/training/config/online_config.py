@@ -21,7 +21,7 @@ from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
 from lockstep.parity.rescoring import Precision
 from lockstep.shards.settings import take_settings
-from lockstep.sync.wire.transport import TRANSPORTS
+from lockstep.sync.wire.transport import check_transport
 from lockstep.training.config.agent_fields import AgentFields
 from lockstep.training.config.checks import check_fields
 from lockstep.training.config.contradictions import check_best_model, check_corrections, check_staleness
@@ -133,7 +133,10 @@ class OnlineConfig(
         metadata=doc("File with the server's key. Default: LOCKSTEP_SERVER_KEY, or the key that a server here saved."),
     )
     vllm_weight_transport: str = field(
-        default="auto", metadata=doc("shared_memory, gloo, or auto: the fastest that all servers support.")
+        default="auto",
+        metadata=doc(
+            "shared_memory, gloo, nccl (GPU to GPU, not run on a GPU yet), or auto: the fastest of the first two."
+        ),
     )
     vllm_weight_deltas: bool = field(
         default=True,
@@ -144,9 +147,11 @@ class OnlineConfig(
     )
     vllm_group_host: str = field(
         default="127.0.0.1",
-        metadata=doc("This machine's address as other machines' servers reach it; gloo listens there."),
+        metadata=doc("This machine's address as other machines' servers reach it; the trainer listens there."),
     )
-    vllm_group_port: int = field(default=0, metadata=doc("Port that gloo listens on. Default: a free one."))
+    vllm_group_port: int = field(
+        default=0, metadata=doc("Port on which workers meet the trainer. Default: a free one.")
+    )
     vllm_gpu_memory_utilization: float = field(default=0.3, metadata=doc("Share of a GPU's memory for vLLM."))
     vllm_max_model_length: int | None = field(
         default=None, metadata=doc("Engine context. Default: the longest prompt plus max_completion_length.")
@@ -386,10 +391,7 @@ class OnlineConfig(
             raise InputError(f"vllm_mode={self.vllm_mode!r}; it must be colocate or server")
         if self.vllm_model_impl not in MODEL_IMPLEMENTATIONS:
             raise InputError(f"vllm_model_impl={self.vllm_model_impl!r}; it must be {', '.join(MODEL_IMPLEMENTATIONS)}")
-        if self.vllm_weight_transport not in TRANSPORTS:
-            raise InputError(
-                f"vllm_weight_transport={self.vllm_weight_transport!r}; it must be {', '.join(TRANSPORTS)}"
-            )
+        check_transport(self.vllm_weight_transport)
         if self.vllm_enable_lora and self.use_vllm is False:
             raise InputError("vllm_enable_lora needs vLLM, and use_vllm is false; leave one of the two out")
         if self.vllm_mode == "colocate":

@@ -1,9 +1,10 @@
-"""Proves to both ends of a push over gloo that the other end knows the secret of this push.
+"""Proves to both ends of a push over gloo or NCCL that the other end knows the secret of this push.
 
-torch's store and gloo's connections have no authentication: any program that reaches the port can write into the store, or
-connect before a server does. Therefore the trainer makes a secret per push. The servers get it in the call that announces the push.
-Every address in the store is signed with the secret. Before the first weight is sent, both ends of each connection prove that they
-know the secret. `sync/wire/gloo.py` does both. The weights are not encrypted.
+torch's store and the connections of gloo and NCCL have no authentication: any program that reaches the port can write into the
+store, or connect before a server does. Therefore the trainer makes a secret per push. The servers get it in the call that announces
+the push. Every address in the store is signed with the secret. Before the first weight is sent, both ends of each connection of
+gloo, and all ranks of a group of NCCL, prove that they know the secret. `meeting.py` and `devices.py` do both. The weights are not
+encrypted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 _DIGEST_BYTES = 32
 _POLL_EVERY = 0.002
 _UNKNOWN_PROGRAM = (
-    "another program took part in this push over gloo, so no weights were sent. Only the trainer and its servers should reach "
+    "another program took part in this push, so no weights were sent. Only the trainer and its servers should reach "
     "vllm_group_host and its ports: between machines use a tunnel or a private network"
 )
 
@@ -36,14 +37,15 @@ class SignedStore(dist.Store):
 
     Args:
         timeout: seconds to wait for a value at most.
+        prefix: beginning of every key in the store, so that several groups can use one store.
 
     Raises:
         RuntimeError: from `get`, for a value without this push's signature.
     """
 
-    def __init__(self, store: dist.Store, secret: str, timeout: float) -> None:
+    def __init__(self, store: dist.Store, secret: str, timeout: float, prefix: str = "") -> None:
         super().__init__()
-        self._store, self._secret, self._timeout = store, secret, timeout
+        self._store, self._secret, self._timeout, self._prefix = store, secret, timeout, prefix
         self._ended = False
 
     def end(self) -> None:
@@ -52,12 +54,13 @@ class SignedStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value with its signature."""
-        data = value.encode() if isinstance(value, str) else bytes(value)
+        data, key = value.encode() if isinstance(value, str) else bytes(value), self._prefix + key
         self._store.set(key, (_proof(self._secret, key, data) + data).hex())
 
     def get(self, key: str) -> bytes:
         """Wait for a value, and return it without its signature."""
         self.wait([key])
+        key = self._prefix + key
         try:
             found = bytes.fromhex(self._store.get(key).decode())
         except ValueError:
@@ -69,7 +72,10 @@ class SignedStore(dist.Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have a value."""
-        limit = self._timeout if timeout is None else timeout.total_seconds()
+        limit, keys = (
+            self._timeout if timeout is None else timeout.total_seconds(),
+            [self._prefix + key for key in keys],
+        )
         deadline = time.monotonic() + limit
         while self._ended or not self._store.check(keys):
             if self._ended:
@@ -94,6 +100,25 @@ def authenticate(group: dist.ProcessGroup, secret: str, rank: int, size: int) ->
         each.wait()
     for other in others:
         if not hmac.compare_digest(bytes(found[other].tolist()), _proof(secret, _direction(other, rank))):
+            raise RuntimeError(_UNKNOWN_PROGRAM)
+
+
+def prove(group: dist.ProcessGroup, secret: str, rank: int, size: int, device: torch.device) -> None:
+    """Give every rank of a group a proof of this rank, in one operation of the group. Every rank calls.
+
+    For groups that cannot send from one rank to another without a further connection.
+
+    Args:
+        device: the device that the group uses.
+
+    Raises:
+        RuntimeError: a rank does not know the secret, or is gone.
+    """
+    own = torch.tensor(list(_proof(secret, f"rank {rank} of a device")), dtype=torch.uint8, device=device)
+    found = [torch.zeros_like(own) for _ in range(size)]
+    group.allgather([found], [own]).wait()
+    for other, proof in enumerate(found):
+        if not hmac.compare_digest(_proof(secret, f"rank {other} of a device"), bytes(proof.tolist())):
             raise RuntimeError(_UNKNOWN_PROGRAM)
 
 

@@ -1,0 +1,90 @@
+"""The trainer's end of the NCCL transport: weights go from the trainer's GPU to the GPUs of servers, without a copy in main memory.
+
+`sync/wire/gloo.py` drives the push, as over gloo. `groups/devices.py` has the connections. It has not been run on a GPU yet.
+
+vLLM 0.32.0 has a transfer engine for NCCL too. It is not used: its workers unpickle what they find in the trainer's store
+(`StatelessProcessGroup.broadcast_obj`), and that store has no authentication. Its other way to meet, a given NCCL id, has no
+trainer's end in vLLM. In both ways its waits have no limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lockstep.engines.http.transport import WeightReceiverCalls
+from lockstep.errors import InputError
+from lockstep.sync.wire.gloo import NCCL, GlooTransport
+from lockstep.sync.wire.groups.channel import GlooChannel
+from lockstep.sync.wire.groups.devices import DeviceChannel
+from lockstep.sync.wire.groups.meeting import Meeting, connect
+
+
+class NCCLTransport(GlooTransport):
+    """Sends whole tensors from device to device. Tensors of parts of the model in which nothing changed are left out.
+
+    Changed elements alone are not sent: finding them needs a copy in main memory, and takes longer than sending everything
+    over NCCL (docs/internals/plan.md).
+
+    Args:
+        host, port, timeout: as in `GlooTransport`.
+        device: the trainer's device. On a CPU, gloo takes the place of NCCL.
+    """
+
+    _name = NCCL
+
+    def __init__(self, host: str, port: int, timeout: float, device: torch.device) -> None:
+        super().__init__(host, port, timeout, deltas=False)
+        self._device = device
+
+    def _channel(self, meeting: Meeting) -> GlooChannel:
+        return DeviceChannel(connect(meeting), meeting, self._device)
+
+
+def own_gpu() -> torch.device:
+    """The GPU of this process.
+
+    Raises:
+        InputError: this process has no GPU, or its PyTorch has no NCCL.
+    """
+    if not torch.cuda.is_available():
+        raise InputError(
+            "vllm_weight_transport=nccl, but this process has no NVIDIA GPU; use auto, shared_memory or gloo"
+        )
+    if not dist.is_nccl_available():
+        raise InputError(
+            "vllm_weight_transport=nccl, but this PyTorch was built without NCCL; use auto, shared_memory or gloo"
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def identity_of(device: torch.device) -> str:
+    """The UUID of a GPU, which is the same in every process; empty for another device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def check_gpus(own: str, servers: Sequence[WeightReceiverCalls]) -> None:
+    """Check that the trainer and each worker have a GPU of their own. NCCL accepts no two processes on one GPU.
+
+    Args:
+        own: UUID of the trainer's GPU.
+
+    Raises:
+        InputError: a worker has no GPU, or the GPU of another process.
+    """
+    users = {own: "the trainer"}
+    for server in servers:
+        for found in server.workers("lockstep_device"):
+            gpu, user = found["gpu"], f"the server at {server.url}"
+            if not gpu:
+                raise InputError(
+                    f"vllm_weight_transport=nccl, but {user} computes without an NVIDIA GPU; use auto, shared_memory or gloo"
+                )
+            if gpu in users:
+                raise InputError(
+                    f"vllm_weight_transport=nccl, but {users[gpu]} and {user} use the same GPU ({gpu}), which NCCL refuses: give "
+                    "each a GPU of its own (CUDA_VISIBLE_DEVICES), or use shared_memory"
+                )
+            users[gpu] = user
