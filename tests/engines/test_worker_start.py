@@ -49,7 +49,7 @@ def test_workers_get_settings_of_their_own_and_the_trainer_keeps_its_environment
     before, threads = dict(os.environ), torch.get_num_threads()
     with socket_folder() as folder, process_start(4, folder):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert envs.VLLM_RPC_BASE_PATH == str(folder)
+        assert str(folder) == envs.VLLM_RPC_BASE_PATH
         assert envs.VLLM_HOST_IP == os.environ["VLLM_LOOPBACK_IP"] == "127.0.0.1"
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         assert os.environ["OMP_NUM_THREADS"] == "2"
@@ -91,7 +91,9 @@ def test_several_trainer_processes_need_an_engine_in_processes_of_its_own(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(engine_choice._logger, "warning", said.append)
-    with pytest.raises(InputError, match=r"4 trainer processes: .* Set size: 4, .*'lockstep serve MODEL'.*mode: server"):
+    with pytest.raises(
+        InputError, match=r"4 trainer processes: .* Set size: 4, .*'lockstep serve MODEL'.*mode: server"
+    ):
         check_beside_ranks(4, 1, "size", "mode")
     check_beside_ranks(4, 4, "size", "mode")
     assert not said

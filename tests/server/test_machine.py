@@ -22,8 +22,8 @@ import torch
 from servers import descendants, free_port
 
 from lockstep.cli.main import main
-from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.engines.vllm.workers.environment import socket_folder
+from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.server.command import ServeOptions, command_line, environment
 from lockstep.server.machine import check_file_limit, private_environment, reserved_port

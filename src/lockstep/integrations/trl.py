@@ -67,6 +67,8 @@ class LockstepGeneration:
             vLLM in the main rank would take part in the process group of the ranks. `server`: running `lockstep serve`.
         tensor_parallel_size: number of devices that the engine's model is split over, in processes that vLLM starts. Give it the
             number of ranks. (TRL's ranks hold the parts themselves, and it has an engine per so many ranks.)
+        enable_sleep_mode: vLLM gives its GPU memory back after each call of `generate`, and wakes at the next push. A call without
+            a push before it pushes the weights itself. Refused where vLLM has no sleep mode (on a CPU).
         server_base_url: one URL, or several separated by commas.
         server_host: 0.0.0.0, TRL's default, means this machine.
         server_timeout: seconds that the wait for a server, one of its calls, or one generation may take.
@@ -253,7 +255,8 @@ class LockstepGeneration:
         try:
             shake_hands(engine, self.model, path, dtype, min_model_len=2, sampling=sampled.sampling)
             precision = Precision(torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None)
-            self._proven = ProvenEngine(self.model, engine, dtype, precision, seed)
+            sleeps = given["enable_sleep_mode"] and self.mode == "colocate"
+            self._proven = ProvenEngine(self.model, engine, dtype, precision, seed, sleeps=sleeps)
         except BaseException:
             self.close()
             raise
@@ -288,6 +291,8 @@ class LockstepGeneration:
                 # vLLM also seeds numpy, whose seeds must be below this.
                 "seed": seed % 2**31,
                 "tensor_parallel_size": workers,
+                # TRL's level: the weights are discarded.
+                "sleep_level": 2 if given["enable_sleep_mode"] else 0,
                 "transport": transport_here(given["weight_transport"], given["server_timeout"]),
                 "engine_kwargs": {"model_impl": given["model_impl"], **(given["engine_kwargs"] or {})},
             },

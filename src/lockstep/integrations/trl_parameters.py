@@ -25,7 +25,7 @@ from lockstep.sync.adapters.merged import weights_of
 # Parameters of TRL that support only one or a few values, and the reason.
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mode": (("colocate", "server"), "it must be colocate or server"),
-    "enable_sleep_mode": ((False,), "sleep mode is not supported here yet; lower gpu_memory_utilization instead"),
+    "enable_sleep_mode": ((False, True), "it must be true or false"),
     "model_impl": (MODEL_IMPLEMENTATIONS, f"it must be {', '.join(MODEL_IMPLEMENTATIONS)}"),
     "trust_remote_code": ((False,), "code from a hub is not supported"),
     "logprobs": ((None, 0), "only the sampled token's log-prob is returned"),
@@ -60,14 +60,11 @@ def check_parameters(given: Mapping[str, Any]) -> None:
     size = given["tensor_parallel_size"]
     if not isinstance(size, int) or size < 1:
         raise InputError(f"tensor_parallel_size={size!r}; it must be a whole number of at least 1")
-    if size > 1 and given["engine"] is not None:
-        raise InputError(f"tensor_parallel_size={size}, and a running engine is given; start that engine with it")
-    if size > 1 and given["mode"] == "server":
-        warnings.warn(
-            f"tensor_parallel_size={size} has no effect with servers: start them with 'lockstep serve MODEL --tensor_parallel_size "
-            f"{size}'",
-            stacklevel=2,
-        )
+    for name, is_set in (("tensor_parallel_size", size > 1), ("enable_sleep_mode", given["enable_sleep_mode"])):
+        if is_set and given["engine"] is not None:
+            raise InputError(f"{name}={given[name]}, and a running engine is given; start that engine with it")
+        if is_set and given["mode"] == "server":
+            warnings.warn(f"{name}={given[name]} has no effect with servers", stacklevel=2)
 
 
 def urls_of(given: Mapping[str, Any]) -> list[str]:

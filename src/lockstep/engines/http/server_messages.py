@@ -186,9 +186,7 @@ def _mixed_up(found: str) -> ProofError:
     )
 
 
-def agreed_answers(
-    workers: Sequence[Mapping[str, T]], engine: str, same: Callable[[T, T], bool] = eq
-) -> dict[str, T]:
+def agreed_answers(workers: Sequence[Mapping[str, T]], engine: str, same: Callable[[T, T], bool] = eq) -> dict[str, T]:
     """The answers of all workers that share a model, by module.
 
     Args:

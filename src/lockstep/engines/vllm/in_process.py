@@ -35,6 +35,7 @@ from lockstep.engines.vllm.arguments import check_user_arguments, cpu_cache_byte
 from lockstep.engines.vllm.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
 from lockstep.engines.vllm.requests import completion, prompt_logprobs, sampling_params, scoring_params
 from lockstep.engines.vllm.sent import check_sent, fields_of
+from lockstep.engines.vllm.sleep import Sleep, SleepLevel, sleep_arguments
 from lockstep.engines.vllm.workers.environment import close_at_exit
 from lockstep.engines.vllm.workers.own import OwnWorker
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
@@ -47,6 +48,7 @@ from lockstep.report.busy import busy
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import RequestOutput
+
 
 class VLLMInProcess:
     """`vllm.LLM` behind the engine protocol.
@@ -62,6 +64,7 @@ class VLLMInProcess:
         tensor_parallel_size: number of worker processes that share the model, each on a GPU of its own. 1: the model is in this
             process.
         transport: chooses how weights reach worker processes; needed only if there are several.
+        sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back (`engines/vllm/sleep.py`); 0: it does nothing.
         engine_kwargs: further arguments of `vllm.LLM`, passed on unchanged.
 
     Raises:
@@ -81,6 +84,7 @@ class VLLMInProcess:
         fp32_head: bool = False,
         tensor_parallel_size: int = 1,
         transport: TransportChoice | None = None,
+        sleep_level: SleepLevel = 0,
         engine_kwargs: dict[str, Any] | None = None,
     ) -> None:
         check_user_arguments(set(engine_kwargs or {}), "vllm_engine_kwargs")
@@ -98,13 +102,15 @@ class VLLMInProcess:
                     "seed": seed,
                     **_memory(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
                     "tensor_parallel_size": tensor_parallel_size,
+                    **sleep_arguments(sleep_level),
                     **(engine_kwargs or {}),
                 },
                 self._resources,
             )
             self._workers = self._find_workers(transport)
+            self._sleep = Sleep(self._llm, self._call, sleep_level)
             self.adapters = AdaptersInProcess(
-                self._llm, self._call, self._workers, self._refuse_requests, self.commit_version
+                self._llm, self._call, self._workers, self._prepare_push, self.commit_version
             )
             # A kernel that does not support the model's shapes raises an error only when it first runs.
             self._run({"trial": ([0, 0], scoring_params())})
@@ -175,6 +181,7 @@ class VLLMInProcess:
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
+        self._awake()
         check_requests(requests, self._version, self._max_model_len, self._vocab_size)
         return answer_all(self.serve, requests, on_answer)
 
@@ -183,6 +190,7 @@ class VLLMInProcess:
 
         Requests with the same prefix share it through the prefix cache, also within one step.
         """
+        self._awake()
         engine = self._llm.llm_engine
         # The requests that vLLM holds, and the time at which each must be finished, in the order in which they came.
         held: dict[str, GenerationRequest] = {}
@@ -282,10 +290,13 @@ class VLLMInProcess:
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
         from lockstep.engines.vllm.probe import probe_modules
 
+        if self._sleep.is_asleep:
+            self._awake()
         answers = self._call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
+        self._awake()
         check_scoring(sequences, self._version, self._max_model_len)
         params = scoring_params()
         outputs = self._run({f"score/{name}": (np.asarray(ids).tolist(), params) for name, ids in sequences.items()})
@@ -298,8 +309,12 @@ class VLLMInProcess:
         if self._failure:
             raise LockstepError(f"{self._failure}; start the run again, and it goes on from its last checkpoint")
 
-    def begin_update(self) -> None:
+    def _prepare_push(self) -> None:
         self._refuse_requests()
+        self._sleep.wake_weights()
+
+    def begin_update(self) -> None:
+        self._prepare_push()
         # vLLM drops its adapters at the end of an update.
         self.adapters.request = None
         if any(self._call(_has_open_update)):
@@ -319,6 +334,37 @@ class VLLMInProcess:
         if self._reads_pictures and not all(self._call(holds_no_pictures)):
             return False
         return bool(engine.reset_prefix_cache())
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the engine was started with a sleep level."""
+        return self._sleep.level > 0
+
+    def sleep(self) -> bool:
+        """Give memory back. The engine refuses requests until the next push, which wakes it. No request may run.
+
+        Returns:
+            Whether the weights were discarded, so that the next push must send all of them.
+        """
+        if not self.can_sleep:
+            return False
+        self._refuse_requests()
+        with self._noting_failure():
+            self._sleep.begin()
+        return self._sleep.level == 2
+
+    def _awake(self) -> None:
+        """Wake everything, or refuse what was asked.
+
+        Raises:
+            LockstepError: the engine sleeps, and no push has come since.
+        """
+        if self._sleep.is_asleep:
+            raise LockstepError(
+                "vLLM sleeps between two pushes (vllm_enable_sleep_mode) and cannot be asked: push the weights first, or leave "
+                "sleep mode out"
+            )
+        self._sleep.wake()
 
     def commit_version(self, version: int) -> None:
         self._llm.update_weight_version(str(version))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from lockstep.engines.vllm.sleep import SleepLevel
 from lockstep.errors import InputError
 from lockstep.training.config.trl_fields import doc
 
@@ -22,6 +23,11 @@ class ColocateFields:
         ),
     )
 
+    vllm_enable_sleep_mode: bool = field(
+        default=False,
+        metadata=doc("Let vLLM in this process give its GPU memory back while the trainer learns. Not on a CPU."),
+    )
+
     def check_colocated(self, *, server: bool, use_vllm: bool | None, owner: bool) -> None:
         """Check the fields.
 
@@ -33,12 +39,25 @@ class ColocateFields:
         Raises:
             InputError: vLLM is needed and switched off.
         """
-        if self.vllm_tensor_parallel_size == 1:
-            return
-        if use_vllm is False:
-            raise InputError("vllm_tensor_parallel_size needs vLLM, and use_vllm is false; leave one of the two out")
-        if server and owner:
-            _logger.warning(
-                "vllm_tensor_parallel_size has no effect with servers: start them with 'lockstep serve MODEL --tensor_parallel_size "
-                f"{self.vllm_tensor_parallel_size}'"
-            )
+        for name, is_set, otherwise in (
+            (
+                "vllm_tensor_parallel_size",
+                self.vllm_tensor_parallel_size != 1,
+                f"start them with 'lockstep serve MODEL --tensor_parallel_size {self.vllm_tensor_parallel_size}'",
+            ),
+            ("vllm_enable_sleep_mode", self.vllm_enable_sleep_mode, "a server keeps its memory"),
+        ):
+            if is_set and use_vllm is False:
+                raise InputError(f"{name} needs vLLM, and use_vllm is false; leave one of the two out")
+            if is_set and server and owner:
+                _logger.warning(f"{name} has no effect with servers: {otherwise}")
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether the engine gives its memory back between a generation and the next push."""
+        return self.vllm_enable_sleep_mode and self.vllm_mode == "colocate"  # type: ignore[attr-defined]
+
+    @property
+    def sleep_level(self) -> SleepLevel:
+        """The level of vLLM's sleep mode. If only an adapter is sent, the engine must keep its base model: level 1."""
+        return 0 if not self.engine_sleeps else 1 if self.vllm_enable_lora else 2  # type: ignore[attr-defined]

@@ -28,7 +28,6 @@ ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code that comes with a model is not run"),
     "ds3_gather_for_generation": ((True,), "DeepSpeed is not supported yet"),
     "cache_implementation": ((None,), "the engines choose their own cache"),
-    "vllm_enable_sleep_mode": ((False,), "sleep mode is not supported yet; lower vllm_gpu_memory_utilization instead"),
     "use_transformers_continuous_batching": ((False,), "use vLLM"),
     "transformers_continuous_batching_config": ((None,), "use vLLM"),
     "use_transformers_paged": ((False,), "use vLLM"),
@@ -95,7 +94,6 @@ class OneValueFields:
     ds3_gather_for_generation: bool = field(default=True, metadata=_ONE_VALUE)
     pad_to_multiple_of: int | str | None = field(default="auto", metadata=doc("Has no effect: nothing is padded."))
     cache_implementation: str | None = field(default=None, metadata=_ONE_VALUE)
-    vllm_enable_sleep_mode: bool = field(default=False, metadata=_ONE_VALUE)
     use_transformers_continuous_batching: bool = field(default=False, metadata=_ONE_VALUE)
     transformers_continuous_batching_config: dict | str | None = field(default=None, metadata=_ONE_VALUE)
     use_transformers_paged: bool = field(default=False, metadata=_ONE_VALUE)

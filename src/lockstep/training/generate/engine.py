@@ -75,6 +75,7 @@ def start_engine(
             "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
             "seed": config.seed,
             "tensor_parallel_size": workers,
+            "sleep_level": config.sleep_level,
             "transport": transport_here(
                 config.vllm_weight_transport, config.vllm_server_timeout, deltas=config.vllm_weight_deltas
             ),
@@ -107,8 +108,8 @@ def check_beside_ranks(ranks: int, workers: int, size_field: str, mode_field: st
     if workers == 1:
         raise InputError(
             f"{ranks} trainer processes: vLLM in one of them would wait for the others in their process group. Set {size_field}: "
-            f"{ranks}, which splits one engine over {ranks} devices in processes of its own; or start 'lockstep serve MODEL' and set "
-            f"{mode_field}: server"
+            f"{ranks}, which splits one engine over {ranks} devices in processes of its own; or start 'lockstep serve MODEL' and "
+            f"set {mode_field}: server"
         )
     if workers != ranks:
         _logger.warning(
@@ -173,8 +174,11 @@ def start_here(
     if vllm_installed() if use_vllm is None else use_vllm:
         with busy("starting vLLM"):
             return VLLMInProcess(model_path, **vllm_arguments, **common)
-    if vllm_arguments.get("tensor_parallel_size", 1) > 1:
-        raise InputError("vLLM is not installed here, and only vLLM can be split over devices: leave the tensor parallel size out")
+    if vllm_arguments.get("tensor_parallel_size", 1) > 1 or vllm_arguments.get("sleep_level"):
+        raise InputError(
+            "vLLM is not installed here, and only vLLM can be split over devices or sleep: leave the tensor parallel size and "
+            "sleep mode out"
+        )
     why = "use_vllm is false" if use_vllm is False else "vLLM is not installed here"
     _logger.info(f"engine: transformers ({why}); the proofs are the same, generation is slower")
     return TransformersEngine(model_path, tokenizer, **common)

@@ -7,9 +7,11 @@ while vLLM starts several worker processes beside the trainer.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +26,8 @@ LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1", "GLOO_
 SOCKETS = "VLLM_RPC_BASE_PATH"
 # A socket's path may have 107 characters. vLLM adds a slash and 36 characters.
 _LONGEST_FOLDER = 70
+# Holds the process id of the trainer, for the processes that vLLM starts beside it.
+_TRAINER = "LOCKSTEP_TRAINER_PROCESS"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -70,6 +74,7 @@ def process_start(workers: int, sockets: Path) -> Iterator[None]:
 
     cores = len(os.sched_getaffinity(0))
     settings = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **LOOPBACK, SOCKETS: os.fspath(sockets)}
+    settings[_TRAINER] = str(os.getpid())
     usual = {"OMP_NUM_THREADS": str(max(cores // workers, 1))}
     if not torch.cuda.is_available():
         usual = cpu_settings(int(usual["OMP_NUM_THREADS"]))
@@ -126,6 +131,22 @@ def leave_signals_to_trainer(worker: Any) -> None:
     """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_trainer() -> None:
+    """In a process that vLLM has started beside a trainer: end when the trainer dies. In other processes it does nothing.
+
+    vLLM's own workers notice it only when they have started, and only between two calls.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or os.environ.pop(_TRAINER, "") != str(parent.pid):
+        return
+
+    def end() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end, name="lockstep-end-with-trainer", daemon=True).start()
 
 
 def close_at_exit(close: Callable[[], None]) -> Callable[[], None]:

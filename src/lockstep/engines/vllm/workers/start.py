@@ -58,7 +58,9 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
         if not compiles:
             import_without_compiler()
         from vllm import LLM
-    return _start_processes(LLM, arguments, workers, resources) if workers > 1 else _start_here(LLM, arguments, compiles)
+    return (
+        _start_processes(LLM, arguments, workers, resources) if workers > 1 else _start_here(LLM, arguments, compiles)
+    )
 
 
 def number_of_workers(arguments: Mapping[str, Any]) -> int:
@@ -70,12 +72,12 @@ def number_of_workers(arguments: Mapping[str, Any]) -> int:
     tensor, stages = (arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
     if arguments.get(_EXECUTOR) not in (None, "mp" if tensor * stages > 1 else "uni"):
         raise InputError(
-            f"{_EXECUTOR}={arguments[_EXECUTOR]!r} in vllm_engine_kwargs: leave it out. One trainer process owns the engine and starts "
-            "its workers (vllm_tensor_parallel_size); for workers on other machines start 'lockstep serve'"
+            f"{_EXECUTOR}={arguments[_EXECUTOR]!r} in vllm_engine_kwargs: leave it out. One trainer process owns the engine and "
+            "starts its workers (vllm_tensor_parallel_size); for workers on other machines start 'lockstep serve'"
         )
-    if torch.cuda.is_available() and torch.cuda.device_count() < tensor * stages:
+    if torch.cuda.is_available() and (devices := torch.cuda.device_count()) < tensor * stages:
         raise InputError(
-            f"the engine is to be split over {tensor * stages} workers, and this process sees {torch.cuda.device_count()} GPUs: lower "
+            f"the engine is to be split over {tensor * stages} workers, and this process sees {devices} GPUs: lower "
             "vllm_tensor_parallel_size, or start 'lockstep serve' over several machines"
         )
     return tensor * stages
