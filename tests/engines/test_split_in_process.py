@@ -21,6 +21,7 @@ import torch
 from accounts import difference, gradients, make
 from conftest import VLLM, start
 from servers import descendants
+from test_sleep import Memory
 from test_two_ranks import SCRIPT, run_ranks
 from tiny import CONTEXT, make_model, perturbed
 from transformers import PreTrainedModel
@@ -28,13 +29,14 @@ from two_ranks import ALONE
 
 from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.parity.module_probe import ModuleProbe
 from lockstep.parity.proven_push import ProvenPusher
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.sync.adapters.source import adapter_shape
-from lockstep.sync.push import push_weights
+from lockstep.sync.push import let_sleep, push_weights
 from lockstep.training.generate.engine import transport_here
 
 pytestmark = VLLM
@@ -224,6 +226,32 @@ def test_adapters_alone_reach_both_workers(transport: str, untied_dir: str) -> N
                 if "lora_" in name:
                     parameter += 0.05 * torch.randn_like(parameter)
     engine.close()
+
+
+@pytest.mark.release
+def test_both_workers_sleep_and_wake(untied_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "sleep_arguments", lambda level: {})
+    engine = split_engine(untied_dir, sleep_level=2)
+    engine.llm.collective_rpc(overwrite_in_sleep)
+    model = make_model()
+    pusher = ProvenPusher(model, engine, torch.float32, Precision(None))
+    pusher.push(0)
+    let_sleep(engine)
+    with pytest.raises(LockstepError, match="vLLM sleeps"):
+        engine.generate(REQUESTS)
+    proof = pusher.push(1, canary=True)
+    assert proof.canary is not None
+    assert proof.canary.max_abs < 1e-3
+    assert engine.llm.collective_rpc(calls_of) == [["sleep 2", "wake weights", "wake kv_cache"]] * 2
+    engine.close()
+
+
+def overwrite_in_sleep(worker: Any) -> None:
+    worker.worker.lockstep_memory = Memory(worker)
+
+
+def calls_of(worker: Any) -> list[str]:
+    return worker.lockstep_memory.calls
 
 
 @pytest.mark.release

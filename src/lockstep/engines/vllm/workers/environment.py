@@ -85,10 +85,12 @@ def process_start(workers: int, sockets: Path) -> Iterator[None]:
     threads = torch.get_num_threads()
     # vLLM reads the environment once per process, also that of an earlier engine.
     envs.disable_envs_cache()
-    with _environment(settings), _without_main_module():
-        yield
-    # vLLM takes the threads away from a process that only schedules. This process trains too.
-    torch.set_num_threads(threads)
+    try:
+        with _environment(settings), _without_main_module():
+            yield
+    finally:
+        # vLLM takes the threads away from a process that only schedules. This process trains too.
+        torch.set_num_threads(threads)
 
 
 @contextmanager
