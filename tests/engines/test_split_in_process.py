@@ -209,6 +209,22 @@ def test_two_trainer_processes_share_one_split_engine(
 
 
 @pytest.mark.release
+def test_a_sharded_model_reaches_both_workers(untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_two_ranks, "Program", subprocess.Popen)
+    monkeypatch.setenv("TEST_SPLIT_ENGINE", "1")
+    script = str(SCRIPT.with_name("sharded.py"))
+    run_ranks([sys.executable, script], ["2", untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"served.{rank}-2.pt")
+        assert "raised" not in found, found
+        for expected, got in zip(found["whole"]["gradients"], found["sharded"]["gradients"], strict=True):
+            assert difference(expected, got) <= 1e-6
+        assert difference(found["whole"]["weights"], found["sharded"]["weights"]) <= 1e-6
+        logs = found["everything"]["logs"]
+        assert all(log["parity/max_abs_gap"] < 1e-3 for log in logs if "loss" in log)
+
+
+@pytest.mark.release
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 def test_adapters_alone_reach_both_workers(transport: str, untied_dir: str) -> None:
     peft = pytest.importorskip("peft")

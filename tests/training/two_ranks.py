@@ -377,7 +377,9 @@ def other_data(kind: str) -> Callable[[int, str, Path], Any]:
 
 
 def on_server() -> dict[str, Any]:
-    """The fields for the real server, if the tests have started one."""
+    """The fields for the real server, if the tests have started one, or for an engine that is split over two workers."""
+    if os.environ.get("TEST_SPLIT_ENGINE"):
+        return {"use_vllm": True, "vllm_tensor_parallel_size": 2}
     url = os.environ.get("TEST_SERVER_URL")
     return {"use_vllm": None, "vllm_server_base_url": url} if url else {}
 
