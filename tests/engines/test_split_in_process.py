@@ -23,6 +23,7 @@ from conftest import VLLM, start
 from servers import descendants
 from test_sleep import Memory
 from test_two_ranks import SCRIPT, run_ranks
+from test_worker_start import is_gone
 from tiny import CONTEXT, make_model, perturbed
 from transformers import PreTrainedModel
 from two_ranks import ALONE
@@ -59,13 +60,6 @@ def workers_of(pid: int) -> list[int]:
         except OSError:
             continue
     return found
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def await_end(pids: list[int]) -> None:

@@ -6,7 +6,9 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from conftest import needs_vllm
 
 from lockstep import GRPOConfig
-from lockstep.engines.vllm.workers.environment import process_start, socket_folder
+from lockstep.engines.vllm.workers.environment import keep_process_group, process_start, socket_folder
 from lockstep.engines.vllm.workers.start import number_of_workers
 from lockstep.errors import InputError
 from lockstep.integrations.trl_parameters import check_parameters
@@ -61,7 +63,9 @@ def test_workers_get_settings_of_their_own_and_the_trainer_keeps_its_environment
     assert torch.get_num_threads() == threads
 
 
-@pytest.mark.parametrize(("context", "times"), [("ours", 1), ("none", 2)])
+@pytest.mark.vllm
+@needs_vllm
+@pytest.mark.parametrize(("context", "times"), [("ours", 1), pytest.param("none", 2, marks=pytest.mark.release)])
 def test_a_script_without_a_guard_is_not_run_again_by_the_processes_of_the_engine(
     context: str, times: int, tmp_path: Path
 ) -> None:
@@ -71,6 +75,72 @@ def test_a_script_without_a_guard_is_not_run_again_by_the_processes_of_the_engin
     )
     assert done.stdout.count("trains") == times
     assert ("child" in done.stdout) is (context == "ours"), done.stderr
+
+
+# What a worker does at its start, when vLLM loads our plug-in. The worker then loads its model, which may take minutes.
+WORKER = """
+import time
+from lockstep.engines.vllm.workers.environment import end_with_trainer
+end_with_trainer()
+print("loads", flush=True)
+time.sleep(600)
+"""
+TRAINER = """
+import multiprocessing, time
+from pathlib import Path
+from lockstep.engines.vllm.workers.environment import process_start
+with process_start(2, Path("/tmp")):
+    worker = multiprocessing.get_context("spawn").Process(target=exec, args=({worker!r},), daemon=True)
+    worker.start()
+print(worker.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_vllm_destroys_only_a_process_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed import parallel_state
+
+    destroyed: list[str] = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda *group: destroyed.append("trainer's"))
+    monkeypatch.setattr(parallel_state, "_WORLD", None)
+    # Restored after the test.
+    monkeypatch.setattr(
+        parallel_state, "destroy_distributed_environment", parallel_state.destroy_distributed_environment
+    )
+    keep_process_group()
+    keep_process_group()
+    parallel_state.destroy_distributed_environment()
+    assert destroyed == []
+    monkeypatch.setattr(parallel_state, "_WORLD", SimpleNamespace(destroy=lambda: destroyed.append("vLLM's")))
+    parallel_state.destroy_distributed_environment()
+    assert destroyed == ["vLLM's", "trainer's"]
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@needs_vllm
+def test_a_worker_that_still_loads_ends_with_its_trainer(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text(TRAINER.format(worker=WORKER))
+    trainer = subprocess.Popen([sys.executable, str(tmp_path / "trainer.py")], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    said = {trainer.stdout.readline().strip() for _ in range(2)}
+    trainer.kill()
+    trainer.wait(60)
+    (pid,) = said - {"loads"}
+    deadline = time.monotonic() + 60
+    while not is_gone(int(pid)):
+        assert time.monotonic() < deadline, "the worker outlives its trainer"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def test_the_number_of_workers_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,8 @@ from lockstep.engines.vllm.requests import completion, prompt_logprobs, sampling
 from lockstep.engines.vllm.sent import check_sent, fields_of
 from lockstep.engines.vllm.sleep import Sleep, SleepLevel, sleep_arguments
 from lockstep.engines.vllm.workers.environment import close_at_exit
-from lockstep.engines.vllm.workers.own import OwnWorker
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
-from lockstep.engines.vllm.workers.start import start_vllm
+from lockstep.engines.vllm.workers.start import start_vllm, workers_of
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import PromptPictures
 from lockstep.models.vision import reads_pictures
@@ -107,7 +106,9 @@ class VLLMInProcess:
                 },
                 self._resources,
             )
-            self._workers = self._find_workers(transport)
+            self._workers = workers_of(self._llm, transport, timeout)
+            if self.is_split:
+                self._resources.callback(close_at_exit(self.close))
             self._sleep = Sleep(self._llm, self._call, sleep_level)
             self.adapters = AdaptersInProcess(
                 self._llm, self._call, self._workers, self._prepare_push, self.commit_version
@@ -120,14 +121,6 @@ class VLLMInProcess:
             if isinstance(error, InputError | ProofError):
                 raise
             raise InputError(f"vLLM cannot load {model}: {str(error).strip()[:600]}") from error
-
-    def _find_workers(self, transport: TransportChoice | None) -> OwnWorker | WorkerProcesses:
-        if self._llm.llm_engine.vllm_config.parallel_config.world_size == 1:
-            return OwnWorker(self._llm)
-        self._resources.callback(close_at_exit(self.close))
-        if transport is None:
-            raise InputError("an engine with several workers needs a transport for its weights")
-        return WorkerProcesses(self._llm, transport, self._timeout)
 
     def _call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Call a method of every worker, or a function with every worker as its first argument. Returns the results by rank."""
@@ -290,8 +283,7 @@ class VLLMInProcess:
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
         from lockstep.engines.vllm.probe import probe_modules
 
-        if self._sleep.is_asleep:
-            self._awake()
+        self._check_awake()
         answers = self._call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
 
@@ -311,7 +303,8 @@ class VLLMInProcess:
 
     def _prepare_push(self) -> None:
         self._refuse_requests()
-        self._sleep.wake_weights()
+        with self._noting_failure():
+            self._sleep.wake_weights()
 
     def begin_update(self) -> None:
         self._prepare_push()
@@ -353,18 +346,18 @@ class VLLMInProcess:
             self._sleep.begin()
         return self._sleep.level == 2
 
-    def _awake(self) -> None:
-        """Wake everything, or refuse what was asked.
-
-        Raises:
-            LockstepError: the engine sleeps, and no push has come since.
-        """
+    def _check_awake(self) -> None:
         if self._sleep.is_asleep:
             raise LockstepError(
                 "vLLM sleeps between two pushes (vllm_enable_sleep_mode) and cannot be asked: push the weights first, or leave "
                 "sleep mode out"
             )
-        self._sleep.wake()
+
+    def _awake(self) -> None:
+        """Wake everything, or raise an error if no push has come since the engine fell asleep."""
+        self._check_awake()
+        with self._noting_failure():
+            self._sleep.wake()
 
     def commit_version(self, version: int) -> None:
         self._llm.update_weight_version(str(version))

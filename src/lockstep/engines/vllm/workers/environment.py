@@ -135,6 +135,26 @@ def leave_signals_to_trainer(worker: Any) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def keep_process_group() -> None:
+    """Let vLLM leave a process group alone that it has not made.
+
+    When an engine is closed, or could not start, vLLM 0.32.0 destroys the default process group of this process. If the model is in
+    worker processes, this is the group of the trainer's ranks.
+    """
+    from vllm.distributed import parallel_state
+
+    destroy = parallel_state.destroy_distributed_environment
+    if hasattr(destroy, "lockstep_keeps"):
+        return
+
+    def destroy_own() -> None:
+        if parallel_state._WORLD is not None:
+            destroy()
+
+    destroy_own.lockstep_keeps = True  # type: ignore[attr-defined]
+    parallel_state.destroy_distributed_environment = destroy_own
+
+
 def end_with_trainer() -> None:
     """In a process that vLLM has started beside a trainer: end when the trainer dies. In other processes it does nothing.
 

@@ -15,7 +15,9 @@ import torch
 from lockstep.collector import collector_off
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.engines.vllm.eager import count_without_compiling, import_without_compiler
-from lockstep.engines.vllm.workers.environment import process_start, socket_folder
+from lockstep.engines.vllm.workers.environment import keep_process_group, process_start, socket_folder
+from lockstep.engines.vllm.workers.own import OwnWorker
+from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
 from lockstep.errors import InputError
 
 if TYPE_CHECKING:
@@ -63,6 +65,19 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
     )
 
 
+def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> OwnWorker | WorkerProcesses:
+    """The workers of an engine that was started.
+
+    Args:
+        transport, timeout: as in `WorkerProcesses`; unused if the model is in this process.
+    """
+    if llm.llm_engine.vllm_config.parallel_config.world_size == 1:
+        return OwnWorker(llm)
+    if transport is None:
+        raise InputError("an engine with several workers needs a transport for its weights")
+    return WorkerProcesses(llm, transport, timeout)
+
+
 def number_of_workers(arguments: Mapping[str, Any]) -> int:
     """Number of workers that share the model.
 
@@ -86,6 +101,7 @@ def number_of_workers(arguments: Mapping[str, Any]) -> int:
 def _start_processes(make: type[LLM], arguments: Mapping[str, Any], workers: int, resources: ExitStack) -> LLM:
     from vllm.config import WeightTransferConfig
 
+    keep_process_group()
     own = {_EXECUTOR: "mp", "worker_extension_cls": WORKER_EXTENSION}
     with process_start(workers, resources.enter_context(socket_folder())):
         try:
