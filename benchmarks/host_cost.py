@@ -34,8 +34,8 @@ from host_cost_plot import drawing
 from lockstep.engines.http.server_messages import completion_from
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm.in_process import vllm_installed
 from lockstep.engines.vllm.requests import completion
+from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.parity.gap import check_count
 from lockstep.parity.receipt import Receipt
 from lockstep.parity.samples import check_samples

@@ -135,7 +135,7 @@ def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
 
 def main() -> int:
     """Print both lists of files."""
-    from lockstep.engines.vllm.in_process import vllm_installed
+    from lockstep.engines.vllm.workers.start import vllm_installed
 
     prompts, parameters = follow(vllm_installed())
     for what, files in (

@@ -74,6 +74,12 @@ BRANCHES = ("training/batch/branches.py", "tests/training/test_branches.py")
 TREES = ("training/step/generation.py", "tests/training/test_branches.py")
 FILTER_FIELDS = ("training/config/filter_fields.py", "tests/training/test_filter_fields.py")
 BAD_WORDS = ("training/config/sampling.py", "tests/training/test_filter_fields.py")
+LET_SLEEP = ("sync/push.py", "tests/sync/test_let_sleep.py")
+HELD = ("engines/held.py", "tests/sync/test_let_sleep.py")
+WORKER_START = "tests/engines/test_worker_start.py"
+WORKERS = ("engines/vllm/workers/start.py", WORKER_START)
+BESIDE_RANKS = ("training/generate/engine.py", WORKER_START)
+COLOCATED = ("training/config/colocate_fields.py", WORKER_START)
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
 LIVE = ("sync/live.py", "tests/sync/test_live.py")
 CHANGES = "tests/sync/test_changes.py"
@@ -1481,6 +1487,22 @@ MUTATIONS = [
         "pass",
         "tests/training/test_trainer.py::test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves",
     ),
+    _of(
+        LET_SLEEP,
+        "a trainer that does not know of discarded weights",
+        "        forget_push(engine)\n\n\ndef drop",
+        "        pass\n\n\ndef drop",
+    ),
+    _of(HELD, "an engine that remembers lost weights", 'self.digest = self._earlier_digest = ""', "pass"),
+    _of(
+        WORKERS,
+        "an executor that is not ours",
+        "not in (None, ",
+        'not in (None, "external_launcher", ',
+    ),
+    _of(WORKERS, "more workers than GPUs", "< tensor * stages:", "< 0:"),
+    _of(BESIDE_RANKS, "vLLM's model in one of several trainer processes", "if workers == 1:", "if workers == 0:"),
+    _of(COLOCATED, "a split engine without vLLM", "if is_set and use_vllm is False:", "if False:"),
     _of(TOOLS, "a tool may take for ever", "return await task\n", "return await asyncio.sleep(0, None)\n"),
     _of(TOOLS, "a call without a tool", "if tool is None:", "if False:"),
     _of(

@@ -153,16 +153,32 @@ def test_a_rank_alone_refuses_the_weights_of_another_trainer(served: Results) ->
     assert served[1]["another trainer"]["raised"] == "ProofError", served[1]["another trainer"]
 
 
+@pytest.mark.release
+@pytest.mark.vllm
+@needs_vllm
+def test_trls_trainer_on_two_ranks_with_one_split_engine(
+    untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed here")
+    # The fork server would fork the workers, and a fork of a trainer has the trainer's process group.
+    monkeypatch.setattr(sys.modules[__name__], "Program", subprocess.Popen)
+    check_two_steps(run_ranks(untied_dir, tmp_path, "split", limit=400))
+
+
 @pytest.mark.long
 @pytest.mark.vllm
 @needs_vllm
 def test_trls_trainer_on_two_ranks_with_a_real_server(served: Results) -> None:
-    for own in served:
+    check_two_steps(served)
+
+
+def check_two_steps(found: Results) -> None:
+    for own in found:
         assert [call["version"] for call in own["calls"]] == [1, 2]
         for call in own["calls"]:
             assert call["prompt_ids"] == call["asked"]
             assert len(call["completion_ids"]) == 4
             assert call["worst"] < 1e-4
     # Both ranks took the same steps.
-    assert served[0]["weights"] == served[1]["weights"]
-    assert served[0]["calls"][0]["completion_ids"] != served[1]["calls"][0]["completion_ids"]
+    assert found[0]["weights"] == found[1]["weights"]
+    assert found[0]["calls"][0]["completion_ids"] != found[1]["calls"][0]["completion_ids"]

@@ -1,6 +1,6 @@
 """One of two trainer ranks, started by `test_trl_ranks.py`. It writes what each call returned or raised, as JSON.
 
-python trl_two_ranks.py RANK PORT MODEL OUT [SERVER_URL]
+python trl_two_ranks.py RANK PORT MODEL OUT [SERVER_URL or "split"]
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ def main() -> None:
     rank, port, model, out, *server = sys.argv[1:]
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TQDM_DISABLE": "1"}
-    results = (
-        with_server(int(rank), model, Path(out), server[0]) if server else with_transformers(int(rank), model, out)
-    )
+    if server == ["split"]:
+        results = with_split_engine(model, Path(out))
+    elif server:
+        results = with_server(int(rank), model, Path(out), server[0])
+    else:
+        results = with_transformers(int(rank), model, out)
     Path(out).write_text(json.dumps(results))
 
 
@@ -58,6 +61,19 @@ def with_server(rank: int, model: str, out: Path, url: str) -> Any:
     found["another trainer"] = tried(lambda: beside_another_trainer(rank, generation, generate, url))
     generation.close()
     return {"calls": calls, "weights": weights, **found}
+
+
+def with_split_engine(model: str, out: Path) -> Any:
+    """Run TRL's trainer on both ranks, with one engine in colocate mode that is split over two workers."""
+    from recording import Recording, train
+
+    settings = {"vllm_tensor_parallel_size": 2, "max_steps": 2, "per_device_train_batch_size": 4}
+    trainer = train(Recording, model, out.parent / "run", **settings)
+    generation = trainer.vllm_generation
+    weights = [float(p.double().sum()) for p in generation.model.parameters()]
+    calls = [{**vars(call), "worst": call.worst} for call in generation.calls]
+    generation.close()
+    return {"calls": calls, "weights": weights}
 
 
 def uneven_loops(rank: int, generation: Any, generate: Callable[..., Any]) -> Any:

@@ -22,10 +22,11 @@ import torch
 from servers import descendants, free_port
 
 from lockstep.cli.main import main
-from lockstep.engines.vllm.in_process import vllm_installed
+from lockstep.engines.vllm.workers.environment import socket_folder
+from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.server.command import ServeOptions, command_line, environment
-from lockstep.server.machine import check_file_limit, private_environment, reserved_port, socket_folder
+from lockstep.server.machine import check_file_limit, private_environment, reserved_port
 from lockstep.server.supervisor import Supervisor
 
 # A server that ignores SIGTERM, with a process of its own that does too, as vLLM's do while calls are open.

@@ -377,7 +377,9 @@ def other_data(kind: str) -> Callable[[int, str, Path], Any]:
 
 
 def on_server() -> dict[str, Any]:
-    """The fields for the real server, if the tests have started one."""
+    """The fields for the real server, if the tests have started one, or for an engine that is split over two workers."""
+    if os.environ.get("TEST_SPLIT_ENGINE"):
+        return {"use_vllm": True, "vllm_tensor_parallel_size": 2}
     url = os.environ.get("TEST_SERVER_URL")
     return {"use_vllm": None, "vllm_server_base_url": url} if url else {}
 
@@ -393,6 +395,21 @@ def served(rank: int, model: str, folder: Path) -> dict[str, Any]:
     run = make("grpo-grpo", model, folder / "served", size=2, ranks=2, **on_server())
     run.train()
     return {"weights": {name: p.detach() for name, p in run.model.named_parameters()}, "logs": run.state.log_history}
+
+
+def split(rank: int, model: str, folder: Path) -> dict[str, Any]:
+    """One method with one engine for both ranks, split over two worker processes; alone, with an engine in this process."""
+    from accounts import gradients, make
+
+    run = make(
+        "grpo-grpo", model, folder / "split", use_vllm=True, vllm_tensor_parallel_size=1 if alone() else 2, **cut()
+    )
+    steps = gradients(run)
+    return {
+        "gradients": steps,
+        "weights": {name: p.detach() for name, p in run.model.named_parameters()},
+        "logs": run.state.log_history,
+    }
 
 
 WORK: dict[str, Callable[[int, str, Path], Any]] = {
@@ -412,7 +429,7 @@ WORK: dict[str, Callable[[int, str, Path], Any]] = {
     "reward:killed": odd_rewards("killed"),
 }
 # Work that is done in ranks of its own.
-BY_ITSELF = {"served": served, "other cases": other_cases}
+BY_ITSELF = {"served": served, "split": split, "other cases": other_cases}
 
 
 if __name__ == "__main__":

@@ -40,10 +40,11 @@ def run(words: list[str]) -> int:
         quiet_libraries()
         import torch
 
+        from lockstep.engines.vllm.workers.environment import socket_folder
         from lockstep.models.resolve import resolve_model
         from lockstep.server.command import ServeOptions, command_line, environment
         from lockstep.server.keys import write_key
-        from lockstep.server.machine import check_file_limit, private_environment, reserved_port, socket_folder
+        from lockstep.server.machine import check_file_limit, private_environment, reserved_port
         from lockstep.server.supervisor import Supervisor, check_port
         from lockstep.training.config.precision import engine_dtype
 

@@ -125,6 +125,10 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
     config.use_vllm = _use_vllm(arguments.engine, config)
     if arguments.self_test and config.vllm_mode == "server":
         raise InputError("the self-test injects faults into an engine in this process; run it with --engine vllm")
+    if arguments.self_test and config.vllm_tensor_parallel_size > 1:
+        raise InputError(
+            "the self-test injects faults into a model in this process; leave vllm_tensor_parallel_size out"
+        )
     resolve_model(name)
     console = Console()
     rows: list[Row] = []

@@ -38,6 +38,12 @@ class HeldWeights:
         self._earlier_digest, self.digest = self.digest, ""
         self._arrived, self._now, self._refused = [], set(), False
 
+    def forget(self) -> None:
+        """Forget all tensors, because the engine has lost them. The next update must have all tensors."""
+        self.digest = self._earlier_digest = ""
+        self._specs.clear()
+        self._written.clear()
+
     def accepts_base(self, base: str) -> bool:
         """Whether the engine holds the weights that this update changes. Otherwise the update must not be loaded.
 

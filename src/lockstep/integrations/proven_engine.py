@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +21,7 @@ from lockstep.images.pictures import PromptPictures
 from lockstep.parity.proven_push import ProvenPusher, PushProof
 from lockstep.parity.rescoring import Precision
 from lockstep.parity.samples import check_samples
+from lockstep.sync.push import SleepingEngine, let_sleep
 from lockstep.tokens.arrays import Ids
 from lockstep.training.generate.recovery import Recovery
 
@@ -33,14 +35,23 @@ class ProvenEngine:
         dtype: dtype in which the engine computes.
         precision: precision in which the trainer computes its forward.
         seed: seed of the run, from which every request's own seed is derived.
+        sleeps: whether the engine gives its memory back after each generation. The next generation pushes the weights again, if
+            the trainer has not done so.
     """
 
     def __init__(
-        self, model: PreTrainedModel, engine: Engine, dtype: torch.dtype, precision: Precision, seed: int
+        self,
+        model: PreTrainedModel,
+        engine: Engine,
+        dtype: torch.dtype,
+        precision: Precision,
+        seed: int,
+        *,
+        sleeps: bool = False,
     ) -> None:
         self._engine = engine
         self._pusher = ProvenPusher(model, engine, dtype, precision, seed=seed)
-        self._seed = seed
+        self._seed, self._sleeps = seed, sleeps
         self._context = engine.settings().max_model_len
         self._recovery = Recovery(self._pusher.distrust)
         self.version = 0
@@ -88,6 +99,8 @@ class ProvenEngine:
         requests = requests_for(prompts, sampling, self.version, self._seed, self._context)
         answers = self._recovery.run(lambda: self._answers(requests))
         check_draws(answers.values())
+        if self._sleeps:
+            let_sleep(cast(SleepingEngine, self._engine))
         return answers
 
     @property

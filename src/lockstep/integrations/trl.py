@@ -26,11 +26,11 @@ from lockstep.connection import connect
 from lockstep.engines.http.following import FollowingServer
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.integrations.lone_calls import LoneCalls
 from lockstep.integrations.proven_engine import ProvenEngine
 from lockstep.integrations.trl_parameters import (
-    check_alone,
     check_model,
     check_parameters,
     engine_dtype_for,
@@ -47,7 +47,7 @@ from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.server.keys import key_for
 from lockstep.tokens.arrays import Ids, Reals
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
-from lockstep.training.generate.engine import shake_hands, start_here
+from lockstep.training.generate.engine import check_beside_ranks, shake_hands, start_here, transport_here
 from lockstep.training.trainers.setup import context_within
 
 # A call can lose its engine at most four times. Each time it may push, generate and wait, for one time limit each.
@@ -62,8 +62,13 @@ class LockstepGeneration:
     order, with these differences:
 
     Args:
-        mode: `colocate`: vLLM in this process (transformers if vLLM is not installed). Only one trainer process is allowed,
-            because vLLM would take part in the process group of the others. `server`: running `lockstep serve`.
+        mode: `colocate`: vLLM on this machine (transformers if vLLM is not installed). With one trainer process, the model is in
+            this process. With several, the main rank owns one engine for all ranks, and `tensor_parallel_size` must be above 1:
+            vLLM in the main rank would take part in the process group of the ranks. `server`: running `lockstep serve`.
+        tensor_parallel_size: number of devices that the engine's model is split over, in processes that vLLM starts. Give it the
+            number of ranks. (TRL's ranks hold the parts themselves, and it has an engine per so many ranks.)
+        enable_sleep_mode: vLLM gives its GPU memory back after each call of `generate`, and wakes at the next push. A call without
+            a push before it pushes the weights itself. Refused where vLLM has no sleep mode (on a CPU).
         server_base_url: one URL, or several separated by commas.
         server_host: 0.0.0.0, TRL's default, means this machine.
         server_timeout: seconds that the wait for a server, one of its calls, or one generation may take.
@@ -250,7 +255,8 @@ class LockstepGeneration:
         try:
             shake_hands(engine, self.model, path, dtype, min_model_len=2, sampling=sampled.sampling)
             precision = Precision(torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None)
-            self._proven = ProvenEngine(self.model, engine, dtype, precision, seed)
+            sleeps = given["enable_sleep_mode"] and self.mode == "colocate"
+            self._proven = ProvenEngine(self.model, engine, dtype, precision, seed, sleeps=sleeps)
         except BaseException:
             self.close()
             raise
@@ -270,8 +276,12 @@ class LockstepGeneration:
                 group_host=given["group_host"],
                 group_port=given["group_port"],
             ).engine
-        check_alone(self._ranks.count)
+        ranks, workers = self._ranks.count, given["tensor_parallel_size"]
+        if ranks > 1 and vllm_installed():
+            check_beside_ranks(ranks, workers, "tensor_parallel_size", "mode")
         context = given["max_model_length"] or context_within(self.model, None)
+        # TRL counts the sequences of all ranks that share an engine, which are `workers` ranks there.
+        sequences = -(-given["max_num_seqs"] // workers) if given["max_num_seqs"] else _SEQUENCES
         return start_here(
             path,
             tokenizer_of(self.processing_class),
@@ -280,11 +290,15 @@ class LockstepGeneration:
                 "gpu_memory_utilization": given["gpu_memory_utilization"],
                 # vLLM also seeds numpy, whose seeds must be below this.
                 "seed": seed % 2**31,
+                "tensor_parallel_size": workers,
+                # TRL's level: the weights are discarded.
+                "sleep_level": 2 if given["enable_sleep_mode"] else 0,
+                "transport": transport_here(given["weight_transport"], given["server_timeout"]),
                 "engine_kwargs": {"model_impl": given["model_impl"], **(given["engine_kwargs"] or {})},
             },
             dtype=dtype,
             max_model_len=context,
-            max_num_seqs=(given["max_num_seqs"] or _SEQUENCES) * self._ranks.count,
+            max_num_seqs=sequences * ranks,
             timeout=given["server_timeout"],
         )
 

@@ -17,7 +17,6 @@ from lockstep.engines.filters.grammars import check_grammar
 from lockstep.engines.http.server_calls import server_urls
 from lockstep.engines.protocol import Grammar, Sampling
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, NEUTRAL_SAMPLING
-from lockstep.engines.vllm.in_process import vllm_installed
 from lockstep.errors import InputError
 from lockstep.integrations.trl_pictures import tokenizer_of
 from lockstep.models.adapters import causal_model, is_adapted
@@ -26,8 +25,7 @@ from lockstep.sync.adapters.merged import weights_of
 # Parameters of TRL that support only one or a few values, and the reason.
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mode": (("colocate", "server"), "it must be colocate or server"),
-    "tensor_parallel_size": ((1,), "the engine cannot be split yet"),
-    "enable_sleep_mode": ((False,), "sleep mode is not supported here yet; lower gpu_memory_utilization instead"),
+    "enable_sleep_mode": ((False, True), "it must be true or false"),
     "model_impl": (MODEL_IMPLEMENTATIONS, f"it must be {', '.join(MODEL_IMPLEMENTATIONS)}"),
     "trust_remote_code": ((False,), "code from a hub is not supported"),
     "logprobs": ((None, 0), "only the sampled token's log-prob is returned"),
@@ -59,19 +57,14 @@ def check_parameters(given: Mapping[str, Any]) -> None:
             raise InputError(f"{name}={given[name]!r}: {why}")
     if given["engine_kwargs"] and (given["mode"] == "server" or given["engine"] is not None):
         raise InputError("engine_kwargs are for vLLM in this process; give them to 'lockstep serve' instead")
-
-
-def check_alone(ranks: int) -> None:
-    """Refuse vLLM inside one of several trainer processes.
-
-    Raises:
-        InputError: there are several processes, and vLLM would be started.
-    """
-    if ranks > 1 and vllm_installed():
-        raise InputError(
-            f"mode='colocate' with {ranks} trainer processes: vLLM in this process would wait for the others in their process "
-            "group. Start 'lockstep serve MODEL' and use mode='server' (vllm_mode in TRL's config)"
-        )
+    size = given["tensor_parallel_size"]
+    if not isinstance(size, int) or size < 1:
+        raise InputError(f"tensor_parallel_size={size!r}; it must be a whole number of at least 1")
+    for name, is_set in (("tensor_parallel_size", size > 1), ("enable_sleep_mode", given["enable_sleep_mode"])):
+        if is_set and given["engine"] is not None:
+            raise InputError(f"{name}={given[name]}, and a running engine is given; start that engine with it")
+        if is_set and given["mode"] == "server":
+            warnings.warn(f"{name}={given[name]} has no effect with servers", stacklevel=2)
 
 
 def urls_of(given: Mapping[str, Any]) -> list[str]:

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from lockstep.engines.vllm.arguments import SERVER_BACKEND, WORKER_EXTENSION, cpu_cache_bytes, engine_arguments
 from lockstep.engines.vllm.pictures import picture_arguments
+from lockstep.engines.vllm.workers.environment import LOOPBACK, cpu_settings
 from lockstep.errors import InputError
 from lockstep.models.policy import context_length
 from lockstep.models.vision import reads_pictures
@@ -122,16 +123,15 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     names = _given(options.rest)
     if not torch.cuda.is_available():
-        defaults |= _cpu_settings(len(os.sched_getaffinity(0)))
+        defaults |= cpu_settings(len(os.sched_getaffinity(0)))
         if "OMP_WAIT_POLICY" in ours:
             # The user has set the wait policy, and this default would override it.
             del defaults["GOMP_SPINCOUNT"]
         if options.tensor_parallel_size == 1 and not _SEVERAL_WORKERS & names.keys():
             # Run the model in the process of the scheduler. In a process of its own, the scheduler would use a core while it waits.
             defaults["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # vLLM's processes unpickle messages from each other, so that their sockets must not be reachable from other machines. `--host`
-    # is the address of the guarded API server only.
-    inside = {} if _has_several_nodes(names) else _LOOPBACK
+    # `--host` is the address of the guarded API server only.
+    inside = {} if _has_several_nodes(names) else LOOPBACK
     adapters = ENVIRONMENT if "enable_lora" in names else {}
     return {**defaults, **ours, **inside, **adapters, **_path_of(ours), **_ALWAYS, KEY_VARIABLE: key}
 
@@ -139,7 +139,6 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
 _SEVERAL_NODES = {"nnodes", "node_rank", "master_addr"}
 _EXECUTOR = "distributed_executor_backend"
 _SEVERAL_WORKERS = {"pipeline_parallel_size", _EXECUTOR, *_SEVERAL_NODES}
-_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 # Without PYTHONSAFEPATH, Python would import a `vllm.py` that lies in the current directory.
 _ALWAYS = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"}
 
@@ -165,21 +164,6 @@ def _path_of(given: Mapping[str, str]) -> dict[str, str]:
     """PYTHONPATH without empty entries. An empty entry means the current directory, and is usually there by accident."""
     path = given.get("PYTHONPATH")
     return {} if path is None else {"PYTHONPATH": os.pathsep.join(filter(None, path.split(os.pathsep)))}
-
-
-def _cpu_settings(cores: int) -> dict[str, str]:
-    """Settings of threads and memory for an engine that shares a machine with a trainer (measured in docs/internals/server.md)."""
-    return {
-        # By default vLLM reserves one core for its scheduler and binds its threads to the others.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(cores),
-        # By default a waiting thread is busy for some milliseconds, on a core that the trainer needs.
-        "GOMP_SPINCOUNT": "3000",
-        # By default oneDNN caches its last 1024 matmuls, and every new number of tokens per step adds five. Until this cache was
-        # full, the server's memory grew by 20%. vLLM has its own cache of 32 matmuls per shape of weights; these 128 are for
-        # torch's own calls.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-    }
 
 
 def _context(model: str) -> int:

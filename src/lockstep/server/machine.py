@@ -1,4 +1,4 @@
-"""Resources of the machine that a server needs: a reserved port, private sockets, and enough open files.
+"""Resources of the machine that a server needs: a reserved port, and enough open files.
 
 It also makes sure that a server ends with its supervisor. `cli/serve.py` and `server/supervisor.py` use it.
 """
@@ -12,19 +12,17 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.engines.vllm.workers.environment import SOCKETS
 from lockstep.errors import InputError
 from lockstep.server.keys import default_key_file
 
 # A trainer opens up to 512 calls at a time, and vLLM's own processes have 100 to 200 files and sockets open.
 _FEWEST_FILES = 1024
 _USUAL_FILES = 65536
-# A socket's path may have 107 characters. vLLM adds a slash and 36 characters.
-_LONGEST_FOLDER = 70
 # A program that waits until its standard input is closed, and then kills a process group. Its only argument is the group's id.
 _KILL_AFTER_INPUT = "import os, signal, sys; os.read(0, 1); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 
@@ -48,16 +46,6 @@ def reserved_port(port: int) -> Iterator[None]:
                 f"another 'lockstep serve' of yours has port {port}, and may still be loading its model; choose another --port"
             ) from error
         yield
-
-
-@contextmanager
-def socket_folder() -> Iterator[Path]:
-    """A new folder for the sockets between vLLM's processes. Only this user can open it. The context removes it at its end."""
-    default = tempfile.gettempdir()
-    parent = default if len(default) <= _LONGEST_FOLDER - len("/lockstep-12345678") else "/tmp"
-    # The server may be killed at any moment and leave sockets behind.
-    with tempfile.TemporaryDirectory(prefix="lockstep-", dir=parent, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
 
 
 def raise_file_limit() -> int:
@@ -115,4 +103,4 @@ class KillAtExit:
 
 def private_environment(given: dict[str, str], sockets: Path) -> dict[str, str]:
     """The environment with a private folder for the sockets between vLLM's processes."""
-    return {**given, "VLLM_RPC_BASE_PATH": os.fspath(sockets)}
+    return {**given, SOCKETS: os.fspath(sockets)}

@@ -14,6 +14,7 @@ import time
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -66,6 +67,19 @@ _LAST_PUSHES: weakref.WeakKeyDictionary[WeightReceiver, LastPush] = weakref.Weak
 def forget_push(engine: WeightReceiver) -> None:
     """Send everything in the engine's next push, because the last version was not proven."""
     _LAST_PUSHES.setdefault(engine, LastPush()).forget()
+
+
+class SleepingEngine(WeightReceiver, Protocol):
+    """An engine that can give its memory back between two pushes."""
+
+    def sleep(self) -> bool:
+        """Give memory back. Returns whether the weights were discarded."""
+
+
+def let_sleep(engine: SleepingEngine) -> None:
+    """Let an engine give its memory back until the next push. If it discards its weights, the next push sends everything."""
+    if engine.sleep():
+        forget_push(engine)
 
 
 def drop_record(engine: WeightReceiver) -> None:

@@ -50,10 +50,11 @@ _QUESTIONS = (
 @dataclass
 class StageConfig(GRPOConfig):
     """A run's configuration on a stage. Its completions are too short to be interrupted. Each part of an interrupted completion
-    would be an ordinary answer of the engine."""
+    would be an ordinary answer of the engine. The engine does not sleep, because checks ask it at any time."""
 
     def __post_init__(self) -> None:
         self.max_thinking_length = self.min_thinking_length = None
+        self.vllm_enable_sleep_mode = False
         super().__post_init__()
 
 

@@ -4,14 +4,15 @@ during a push.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.engines.adapters.receiver import AdapterLimits
+from lockstep.engines.adapters.transfer import one_acknowledgement
+from lockstep.engines.http.server_messages import agreed_answers
 from lockstep.engines.protocol import LoadedWeights, RequestKey
 from lockstep.errors import InputError, ProofError
 
@@ -57,14 +58,18 @@ class AdaptersInProcess:
 
     Args:
         llm: vLLM's engine.
+        call: calls a function with every worker as its first argument.
+        workers: the workers (`engines/vllm/workers/`).
         close_requests: called at the beginning of a push; the engine must then refuse requests.
         open_requests: called with the weight version at the end of a push; the engine may then answer requests again.
     """
 
-    def __init__(self, llm: LLM, close_requests: Any, open_requests: Any) -> None:
-        self._llm = llm
+    def __init__(
+        self, llm: LLM, call: Callable[..., list[Any]], workers: Any, close_requests: Any, open_requests: Any
+    ) -> None:
+        self._llm, self._call, self._workers = llm, call, workers
         self._close_requests, self._open_requests = close_requests, open_requests
-        llm.collective_rpc(_prepare)
+        call(_prepare)
         self._pushes = 0
         self._coming: LoRARequest | None = None
         # vLLM's description of the committed adapter, which every request carries; None: no adapter is committed.
@@ -74,7 +79,7 @@ class AdaptersInProcess:
     def limits(self) -> AdapterLimits | None:
         from lockstep.engines.adapters.worker import adapter_state
 
-        (state,) = self._llm.collective_rpc(adapter_state)
+        state, *_ = self._call(adapter_state)
         return None if state is None else AdapterLimits(state["rank"], getattr(torch, state["dtype"]))
 
     @property
@@ -83,8 +88,8 @@ class AdaptersInProcess:
         return None if self.request is None else self.request.lora_name
 
     def base_digest(self) -> str:
-        (digest,) = self._llm.collective_rpc(_base_digest)
-        return digest
+        digest, *others = self._call(_base_digest)
+        return digest if all(other == digest for other in others) else ""
 
     def reserved(self) -> AbstractContextManager[None]:
         """Does nothing: no other process uses this engine."""
@@ -102,16 +107,16 @@ class AdaptersInProcess:
         self._close_requests()
         names = [r.lora_name for r in (self.request, self._coming) if r is not None]
         self.request = self._coming = None
-        self._llm.collective_rpc(drop_adapters, args=(names,))
+        self._call(drop_adapters, names)
 
     def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
         from vllm.lora.request import LoRARequest
 
-        from lockstep.engines.adapters.worker import PATH, keep_adapter
+        from lockstep.engines.adapters.worker import PATH
 
         self._pushes += 1
         name = adapter_name(version, self._pushes)
-        (arrived,) = self._llm.collective_rpc(partial(keep_adapter, name=name, tensors=tensors))
+        arrived = self._workers.keep_adapter(name, tensors)
         self._coming = LoRARequest(name, self._pushes, PATH + name)
         self._llm.llm_engine.add_lora(self._coming)
         return arrived
@@ -120,8 +125,7 @@ class AdaptersInProcess:
         from lockstep.engines.adapters.worker import read_adapter_back
 
         assert self._coming is not None
-        (found,) = self._llm.collective_rpc(read_adapter_back, args=(self._coming.lora_name,))
-        return found
+        return one_acknowledgement(self._call(read_adapter_back, self._coming.lora_name))
 
     def commit(self, version: int) -> None:
         self.request, self._coming = self._coming, None
@@ -131,8 +135,8 @@ class AdaptersInProcess:
         from lockstep.engines.adapters.worker import probe_adapter
 
         assert self.name is not None
-        (answers,) = self._llm.collective_rpc(probe_adapter, args=(self.name, tuple(layers), seed))
-        return answers
+        answers = self._call(probe_adapter, self.name, tuple(layers), seed)
+        return agreed_answers(answers, "vLLM in this process", torch.equal)
 
     def check_used(self, key: RequestKey, used: Any) -> None:
         """Check that vLLM answered a request with the adapter of the current weights.

@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from lockstep.engines.adapters.receiver import AdapterLimits
+from lockstep.engines.adapters.transfer import AdapterCalls, one_acknowledgement
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.server_messages import agreed_answers, loaded_from
 from lockstep.engines.http.server_set import ServerSet
@@ -93,7 +93,7 @@ class ServerAdapters:
     ) -> None:
         self._engine, self._servers, self._make_transport = engine, engine.servers, transport
         self._transport: WeightTransport | None = None
-        self._adapter_calls = [_AdapterCalls(server) for server in engine.servers.all]
+        self._adapter_calls = [AdapterCalls(server) for server in engine.servers.all]
         self._run, self._session = run or session, session
         self._pushes, self._coming = 0, ""
         self._lock = threading.Lock()
@@ -230,10 +230,10 @@ class ServerAdapters:
             for found in calls.arrived
         ]
         self._servers.each(lambda server: _load(server, name))
-        return _one_acknowledgement(arrived)
+        return one_acknowledgement(arrived)
 
     def read_back(self) -> LoadedWeights:
-        return _one_acknowledgement(
+        return one_acknowledgement(
             [
                 replace(loaded_from(found, self._servers.name_of(number)), untouched=tuple(sorted(in_no_worker)))
                 for number, workers in enumerate(self._servers.workers("lockstep_held_adapter", self._coming))
@@ -254,7 +254,7 @@ class ServerAdapters:
         arguments = self.name, json.dumps(list(layers)), str(seed)
         for number, workers in enumerate(self._servers.workers("lockstep_probe_adapter", *arguments)):
             server = self._servers.name_of(number)
-            for layer, text in agreed_answers(workers, server or "the URL given").items():
+            for layer, text in agreed_answers(workers, f"the server at {server or 'the URL given'}").items():
                 answers[f"{server}/{layer}" if server else layer] = decode_floats(text).view(3, -1)
         return answers
 
@@ -318,7 +318,7 @@ class ServerAdapters:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
-        self._adapter_calls = [_AdapterCalls(server) for server in self._servers.all]
+        self._adapter_calls = [AdapterCalls(server) for server in self._servers.all]
 
     def name_as(self, other: ServerAdapters) -> None:
         """Give the next push the name of another engine's last one, so that its requests find their adapter on these servers."""
@@ -332,34 +332,6 @@ class ServerAdapters:
         self.use_none()
         if self._transport is not None:
             self._transport.close()
-
-
-class _AdapterCalls:
-    """The calls that a transport makes to one server to send an adapter. They do not change the server's own weights.
-
-    Attributes:
-        arrived: each worker's description of the tensors that arrived.
-    """
-
-    def __init__(self, server: ServerCalls) -> None:
-        self.url, self.world_size, self._server = server.url, server.world_size, server
-        self.available_bytes = server.available_bytes
-        self._name = self._segment = ""
-        self.arrived: list[Any] = []
-
-    def begin(self, name: str) -> None:
-        """Begin the transfer of an adapter of this name."""
-        self._name, self.world_size, self.arrived = name, self._server.world_size, []
-
-    def init_transfer(self, info: dict[str, Any]) -> None:
-        self._segment = info["segment"]
-        self.workers("lockstep_open_segment", json.dumps(info))
-
-    def update_weights(self, info: dict[str, Any]) -> None:
-        self.arrived = self.workers("lockstep_keep_adapter", self._name, json.dumps(info), self._segment)
-
-    def workers(self, method: str, *args: str) -> list[Any]:
-        return self._server.workers(method, *args)
 
 
 def _load(server: ServerCalls, name: str) -> None:
@@ -377,11 +349,6 @@ def _unload(server: ServerCalls, names: Sequence[str]) -> None:
         # The API process does not know an adapter whose push failed before its `_load`. It then refuses the call.
         with suppress(InputError):
             server.call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, plain=True)
-
-
-def _one_acknowledgement(found: Sequence[LoadedWeights]) -> LoadedWeights:
-    first, *others = found
-    return LoadedWeights(first.tensors, first.untouched, first.server, tuple(others))
 
 
 def _at_url(name: str) -> str:

@@ -6,9 +6,9 @@ to its request and that each log-prob belongs to its token. `engines/answers.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from operator import eq, itemgetter
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from lockstep.engines.vllm.requests import SCORING_FIELDS, reported_kept_ids, sa
 from lockstep.errors import LockstepError, ProofError
 from lockstep.images.pictures import Picture
 from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers
+
+T = TypeVar("T")
 
 # vLLM's server writes this in place of a log-prob that is missing, NaN or −inf (fault P3).
 _NO_LOGPROB = -9999.0
@@ -184,21 +186,25 @@ def _mixed_up(found: str) -> ProofError:
     )
 
 
-def agreed_answers(workers: Sequence[Mapping[str, str]], url: str) -> dict[str, str]:
-    """The answers of all workers of a server, by module.
+def agreed_answers(workers: Sequence[Mapping[str, T]], engine: str, same: Callable[[T, T], bool] = eq) -> dict[str, T]:
+    """The answers of all workers that share a model, by module.
+
+    Args:
+        engine: name of what the workers belong to, for the error.
+        same: whether two answers are equal.
 
     Raises:
         ProofError: two workers gave different answers for the same module.
     """
-    agreed: dict[str, str] = {}
+    agreed: dict[str, T] = {}
     for worker in workers:
-        for name, text in worker.items():
-            if agreed.setdefault(name, text) != text:
+        for name, answer in worker.items():
+            if not same(agreed.setdefault(name, answer), answer):
                 raise ProofError(
                     "module_probe",
-                    f"the workers of the server at {url} compute {name} differently",
+                    f"the workers of {engine} compute {name} differently",
                     "one of them did not receive or did not load the last push",
-                    "restart the server and resume; if it happens again, report it with this message",
+                    "restart the engine and resume; if it happens again, report it with this message",
                 )
     return agreed
 

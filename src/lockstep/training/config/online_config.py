@@ -24,6 +24,7 @@ from lockstep.shards.settings import take_settings
 from lockstep.sync.wire.transport import check_transport
 from lockstep.training.config.agent_fields import AgentFields
 from lockstep.training.config.checks import check_fields
+from lockstep.training.config.colocate_fields import ColocateFields
 from lockstep.training.config.contradictions import check_best_model, check_corrections, check_staleness
 from lockstep.training.config.filter_fields import FilterFields
 from lockstep.training.config.image_fields import ImageFields
@@ -36,7 +37,15 @@ from lockstep.training.config.trl_fields import UNSUPPORTED, OneValueFields, doc
 
 @dataclass
 class OnlineConfig(
-    AgentFields, FilterFields, ImageFields, ToolFields, InterruptionFields, LogFields, OneValueFields, TrainingArguments
+    AgentFields,
+    ColocateFields,
+    FilterFields,
+    ImageFields,
+    ToolFields,
+    InterruptionFields,
+    LogFields,
+    OneValueFields,
+    TrainingArguments,
 ):
     """Fields shared by the trainers of `lockstep.training`.
 
@@ -394,7 +403,9 @@ class OnlineConfig(
         check_transport(self.vllm_weight_transport)
         if self.vllm_enable_lora and self.use_vllm is False:
             raise InputError("vllm_enable_lora needs vLLM, and use_vllm is false; leave one of the two out")
-        if self.vllm_mode == "colocate":
+        server, owner = self.vllm_mode == "server", self.process_index == 0
+        self.check_colocated(server=server, use_vllm=self.use_vllm, owner=owner)
+        if not server:
             return
         if self.use_vllm is False:
             raise InputError("vllm_mode=server and use_vllm=false contradict each other; leave use_vllm out")
@@ -410,6 +421,6 @@ class OnlineConfig(
             raise InputError(
                 "vllm_server_base_url and vllm_server_url_file both name the servers; leave one of the two out"
             )
-        elif self.process_index == 0:
+        elif owner:
             # The other processes do not use it, and their machines may not have it.
             urls_of_file("vllm_server_url_file", self.vllm_server_url_file)

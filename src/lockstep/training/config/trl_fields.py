@@ -22,15 +22,12 @@ def doc(text: str, **metadata: Any) -> dict[str, Any]:
 
 
 _ONE_VALUE = doc("Only one value is supported; see docs/reference/migrating-from-trl.md.")
-_VLLM_ARGUMENT = "give it in vllm_engine_kwargs, or to 'lockstep serve'"
 
 # Per name: the supported values, and why others are refused.
 ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code that comes with a model is not run"),
     "ds3_gather_for_generation": ((True,), "DeepSpeed is not supported yet"),
     "cache_implementation": ((None,), "the engines choose their own cache"),
-    "vllm_enable_sleep_mode": ((False,), "sleep mode is not supported yet; lower vllm_gpu_memory_utilization instead"),
-    "vllm_tensor_parallel_size": ((1,), "an engine in this process cannot be split; " + _VLLM_ARGUMENT),
     "use_transformers_continuous_batching": ((False,), "use vLLM"),
     "transformers_continuous_batching_config": ((None,), "use vLLM"),
     "use_transformers_paged": ((False,), "use vLLM"),
@@ -97,8 +94,6 @@ class OneValueFields:
     ds3_gather_for_generation: bool = field(default=True, metadata=_ONE_VALUE)
     pad_to_multiple_of: int | str | None = field(default="auto", metadata=doc("Has no effect: nothing is padded."))
     cache_implementation: str | None = field(default=None, metadata=_ONE_VALUE)
-    vllm_enable_sleep_mode: bool = field(default=False, metadata=_ONE_VALUE)
-    vllm_tensor_parallel_size: int = field(default=1, metadata=_ONE_VALUE)
     use_transformers_continuous_batching: bool = field(default=False, metadata=_ONE_VALUE)
     transformers_continuous_batching_config: dict | str | None = field(default=None, metadata=_ONE_VALUE)
     use_transformers_paged: bool = field(default=False, metadata=_ONE_VALUE)

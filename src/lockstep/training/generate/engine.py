@@ -20,7 +20,9 @@ from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Engine, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.engines.vllm.in_process import VLLMInProcess, vllm_installed
+from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.workers.processes import TransportChoice
+from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model
 from lockstep.models.checkpoint_names import checkpoint_tensors
@@ -29,6 +31,7 @@ from lockstep.report.busy import busy
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.driver import Driver
 from lockstep.sync.adapters.source import adapter_shape, check_alone
+from lockstep.sync.wire.transport import choose_transport
 from lockstep.training.config.online_config import OnlineConfig
 
 _logger = logging.getLogger(__name__)
@@ -61,11 +64,9 @@ def start_engine(
         urls = config.server_urls
         with busy(f"waiting for {', '.join(urls)}"):
             return connect_servers(config, urls)
+    workers = config.vllm_tensor_parallel_size
     if ranks > 1 and (vllm_installed() if config.use_vllm is None else config.use_vllm):
-        raise InputError(
-            f"{ranks} trainer processes: vLLM in one of them would wait for the others in their process group. Start "
-            "'lockstep serve MODEL' and set vllm_mode: server"
-        )
+        check_beside_ranks(ranks, workers, "vllm_tensor_parallel_size", "vllm_mode")
     return start_here(
         model_path,
         tokenizer,
@@ -73,6 +74,11 @@ def start_engine(
         vllm_arguments={
             "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
             "seed": config.seed,
+            "tensor_parallel_size": workers,
+            "sleep_level": config.sleep_level,
+            "transport": transport_here(
+                config.vllm_weight_transport, config.vllm_server_timeout, deltas=config.vllm_weight_deltas
+            ),
             "engine_kwargs": {
                 # With "vllm", vLLM would refuse the families that it runs through transformers only.
                 "model_impl": "auto" if config.vllm_model_impl == "vllm" else config.vllm_model_impl,
@@ -86,6 +92,39 @@ def start_engine(
         max_num_seqs=config.vllm_max_num_seqs,
         timeout=config.generation_timeout,
     )
+
+
+def check_beside_ranks(ranks: int, workers: int, size_field: str, mode_field: str) -> None:
+    """Check that vLLM can run beside several trainer processes, one of which owns it.
+
+    Args:
+        ranks: number of trainer processes.
+        workers: number of worker processes that vLLM starts; 1: its model would be in the trainer's process.
+        size_field, mode_field: names of the fields that set these, for the error.
+
+    Raises:
+        InputError: the model would be in a trainer process.
+    """
+    if workers == 1:
+        raise InputError(
+            f"{ranks} trainer processes: vLLM in one of them would wait for the others in their process group. Set {size_field}: "
+            f"{ranks}, which splits one engine over {ranks} devices in processes of its own; or start 'lockstep serve MODEL' and "
+            f"set {mode_field}: server"
+        )
+    if workers != ranks:
+        _logger.warning(
+            f"{ranks} trainer processes share one engine, which is split over {workers} devices ({size_field}). It is slower, and "
+            f"leaves devices idle, if these numbers differ; several engines need 'lockstep serve' and {mode_field}: server"
+        )
+
+
+def transport_here(name: str, timeout: float, *, deltas: bool = True) -> TransportChoice:
+    """Chooses how weights reach vLLM's worker processes on this machine.
+
+    Args:
+        name, timeout, deltas: as in `choose_transport`.
+    """
+    return lambda workers: choose_transport(name, workers, "127.0.0.1", 0, timeout, deltas=deltas)
 
 
 def connect_servers(config: OnlineConfig, urls: Sequence[str]) -> VLLMServer:
@@ -135,6 +174,11 @@ def start_here(
     if vllm_installed() if use_vllm is None else use_vllm:
         with busy("starting vLLM"):
             return VLLMInProcess(model_path, **vllm_arguments, **common)
+    if vllm_arguments.get("tensor_parallel_size", 1) > 1 or vllm_arguments.get("sleep_level"):
+        raise InputError(
+            "vLLM is not installed here, and only vLLM can be split over devices or sleep: leave the tensor parallel size and "
+            "sleep mode out"
+        )
     why = "use_vllm is false" if use_vllm is False else "vLLM is not installed here"
     _logger.info(f"engine: transformers ({why}); the proofs are the same, generation is slower")
     return TransformersEngine(model_path, tokenizer, **common)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.engines.protocol import Engine, Sampling
+from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.parity.samples import Seeds
@@ -31,6 +32,7 @@ from lockstep.rollouts.driver import Driver, OnRollout, Start, decoding, groups_
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.interruptions import interrupted
 from lockstep.rollouts.scores.rewards import Scorer
+from lockstep.sync.push import let_sleep
 from lockstep.training.config.interruption import interruption_of
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
@@ -147,6 +149,8 @@ class RolloutSource:
             )
 
         try:
+            if config.engine_sleeps and not getattr(engine, "can_sleep", False):
+                raise InputError("vllm_enable_sleep_mode is set, and the engine that was given cannot sleep")
             shake(engine)
             self._proofs = Proofs(
                 self.policy,
@@ -258,10 +262,18 @@ class RolloutSource:
             LockstepError: the engine was lost and did not come back in time.
         """
         if self._ranks.count == 1:
-            return self.recovery.run(work)
+            return self._at_work(work)
         return self._ranks.from_owner(
-            "sample", lambda: self.recovery.run(work), groups_to_wire, lambda data: groups_from_wire(data, prompts)
+            "sample", lambda: self._at_work(work), groups_to_wire, lambda data: groups_from_wire(data, prompts)
         )
+
+    def _at_work(self, work: Callable[[], list[RolloutGroup]]) -> list[RolloutGroup]:
+        """Do work of the engine. Afterwards the engine sleeps until the next push, if the user wants it."""
+        groups = self.recovery.run(work)
+        if isinstance(self._engine, VLLMInProcess) and self._config.engine_sleeps:
+            with self._clock.phase("sync"):
+                let_sleep(self._engine)
+        return groups
 
     # ---- push and sample: on the rank that holds the engine ---------------------------------------------------------
 
@@ -353,7 +365,7 @@ class RolloutSource:
                 with self._clock.phase("rewards"):
                     return early.take(groups, self._scoring.log)
 
-        return self._scoring.finish(self.recovery.run(work))
+        return self._scoring.finish(self._at_work(work))
 
     # ---- log -------------------------------------------------------------------------------------------------------
 

