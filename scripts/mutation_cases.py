@@ -40,6 +40,8 @@ MASKS = ("algorithms/masks.py", "tests/algorithms/test_masks_and_divergence.py")
 RETURNS = ("algorithms/returns.py", "tests/algorithms/test_returns.py")
 PAIRS = ("algorithms/preference_loss.py", "tests/algorithms/test_preference_loss.py")
 GAP = ("parity/gap.py", "tests/parity/test_gap.py")
+SCHEME = ("definitions/quantisation.py", "tests/parity/test_quantised_gap.py")
+QUANTISED = ("parity/quantised_gap.py", "tests/parity/test_quantised_gap.py")
 RECEIPT = ("parity/receipt.py", "tests/parity/test_handshake_and_receipt.py")
 HANDSHAKE = ("parity/handshake.py", "tests/parity/test_handshake_and_receipt.py")
 SAMPLES = (
@@ -859,6 +861,27 @@ MUTATIONS = [
             ("a whole push after a failed proof", "parity/proven_push.py", "if not trusted:", "if False:"),
         )
     ),
+    _of(
+        SCHEME,
+        "one scale for a whole weight",
+        "numbers.abs().amax(dim=-1, keepdim=True)",
+        "numbers.abs().amax()[None, None]",
+    ),
+    _of(SCHEME, "inputs that are not quantised", "tokens.codes.float() @", "(inputs.flatten(0, -2) / tokens.scales) @"),
+    _of(
+        QUANTISED,
+        "an adapter beside what is quantised",
+        'layers.setdefault(getattr(layer, "base_layer", layer), layer)',
+        "layers[layer] = layer",
+    ),
+    _of(QUANTISED, "a model that stays in 8 bits", "            del layer.forward", "            pass"),
+    _of(
+        QUANTISED,
+        "a mean gap of any size",
+        "mean=limit.mean + _ROOM * error.mean_abs",
+        "mean=limit.mean + 9 * error.mean_abs",
+    ),
+    _of(QUANTISED, "a k3 of any size", "k3=limit.k3 + _ROOM**2 * error.k3", "k3=limit.k3 + 99 * error.k3"),
     _of(LIVE, "old weights in the source of a push", "if own != spec]", "if False]"),
     _of(LIVE, "a wrong merge", "if not difference <= allowed:", "if False:"),
     _of(LIVE, "a wrong merge of an adapter that adds little", "torch.float32: 5e-6", "torch.float32: 1e-3"),

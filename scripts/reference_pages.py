@@ -126,9 +126,9 @@ def faults_page(page: str) -> str:
 
 def injected() -> list[tuple[str, str]]:
     """Id and description of every fault of the self-test."""
-    from lockstep.verify.self_test import ADAPTER_FAULTS, FAULTS
+    from lockstep.verify.self_test import ADAPTER_FAULTS, FAULTS, QUANTISED_FAULTS
 
-    return [(fault.id, fault.what) for fault in (*FAULTS, *ADAPTER_FAULTS)]
+    return [(fault.id, fault.what) for fault in (*FAULTS, *ADAPTER_FAULTS, *QUANTISED_FAULTS)]
 
 
 if __name__ == "__main__":

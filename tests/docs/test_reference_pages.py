@@ -19,7 +19,7 @@ METRIC = re.compile(
     r'"((?:parity|sampling|staleness|completions|rewards|checked|tools|environments|agent|engine|prompts|pairs|clip_ratio'
     r'|objective|logps|val|value|loss|vespo)/[a-z_0-9/]+)"'
 )
-FAULT = re.compile(r"\b([TLWDPASRGBMUEFCH])(\d{1,2})[a-z]?\b")
+FAULT = re.compile(r"\b([TLWDPASRGBMUEFCHQ])(\d{1,2})[a-z]?\b")
 
 
 @pytest.mark.parametrize("page", ["fields.md", "proofs.md", "faults.md"])

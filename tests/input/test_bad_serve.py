@@ -49,7 +49,12 @@ SERVE = [
     Row("events on a port", ["{model}", "--kv-events-config", "{}", "--dry_run"], "port without a key"),
     Row("grpc", ["{model}", "--grpc", "--dry_run"], "port without a key"),
     Row("speculation", ["{model}", "--speculative-config", "{}", "--dry_run"], "log-probs would differ"),
-    Row("a quantised model", ["{model}", "--quantization=fp8", "--dry_run"], "log-probs would differ"),
+    Row("a quantised model", ["{model}", "--quantization=fp8", "--dry_run"], "it must be fp8_per_channel"),
+    Row(
+        "float32 in 8 bits",
+        ["{model}", "--quantization=fp8_per_channel", "--dtype=float32", "--dry_run"],
+        "--dtype bfloat16",
+    ),
     Row("a port that is taken", ["{model}", "--port", "{taken}"], "choose another --port"),
 ]
 VERIFY = [

@@ -59,6 +59,7 @@ def run(words: list[str]) -> int:
         tensor_parallel_size=arguments.tensor_parallel_size,
         gpu_memory_utilization=arguments.gpu_memory_utilization,
         fp32_head=arguments.cast_lm_head_to_fp32 and engine_dtype(arguments.dtype) != torch.float32,
+        quantization=arguments.quantization,
         rest=tuple(rest),
     )
     command = command_line(options)
@@ -116,6 +117,10 @@ def _parser() -> argparse.ArgumentParser:
         "--cast-lm-head-to-fp32",
         action="store_true",
         help="compute the output head in float32, for training with the field of that name",
+    )
+    parser.add_argument(
+        "--quantization",
+        help="hold the weights in 8 bits, for training with the field vllm_quantization: fp8_per_channel",
     )
     for name, kind, default, text in (
         ("max_model_len", int, None, "longest prompt + completion, in tokens; default: the model's own"),

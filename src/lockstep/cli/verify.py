@@ -111,6 +111,7 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
         ADAPTER_FAULTS,
         FAULTS,
         PICTURE_FAULTS,
+        QUANTISED_FAULTS,
         WAYS,
         Verdict,
         faults_of_runs,
@@ -133,7 +134,8 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
     console = Console()
     rows: list[Row] = []
     verdicts: list[Verdict] = []
-    injected = 1 + len(FAULTS) + len(PICTURE_FAULTS) + len(ADAPTER_FAULTS) + len(WAYS) * (1 + len(faults_of_runs()))
+    special = len(PICTURE_FAULTS) + len(ADAPTER_FAULTS) + len(QUANTISED_FAULTS)
+    injected = 1 + len(FAULTS) + special + len(WAYS) * (1 + len(faults_of_runs()))
     steps = 1 + (injected if arguments.self_test else len(CHECKS) + len(PICTURE_CHECKS))
     with _progress(steps) as progress, ExitStack() as stack:
         progress("loading both sides")
@@ -145,6 +147,8 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
                 settings = {"model": stage.trainer.model_path, "engine": stage.engine.settings()}
                 if arguments.self_test:
                     verdicts = run_self_test(stage, progress)
+                    if config.vllm_quantization is not None:
+                        verdicts += run_self_test(stage, progress, QUANTISED_FAULTS)
                     if seeing is not None:
                         recover(seeing)
                         verdicts += run_self_test(seeing, progress, PICTURE_FAULTS)
@@ -162,7 +166,7 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
                         recover(seeing)
                         rows += run_checks(seeing, progress, PICTURE_CHECKS)
                 uses_vllm = stage.engine.settings().engine == "vllm"
-            if arguments.self_test and uses_vllm:
+            if arguments.self_test and uses_vllm and config.vllm_quantization is None:
                 # The engine before is closed, unless it is that of the stage with pictures.
                 stack.close()
                 with _adapter_stage(name, arguments, config_with({})) as adapted:

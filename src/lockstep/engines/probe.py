@@ -22,6 +22,9 @@ SAMPLED_EXPERTS = 4
 
 # A power of two is exact in every dtype. It is large, so that a large bias does not hide the effect of a weight.
 _SCALE = 64.0
+# The size of the numbers in `quantised_vector`, relative to those of the probe vector. Their standard deviation is 192.
+_SPREAD = 3.0
+_LARGEST_CODE = 448.0
 
 ModuleKind = Literal["linear", "embedding", "values", "experts"]
 
@@ -38,6 +41,7 @@ class ProbedModule:
             the gate, up and down projection of the first expert, then of the second expert, and so on.
         outputs: number of output values per input.
         has_bias: whether the module adds a bias. It is then also probed with an input of zeros.
+        quantization: vLLM's name of the scheme in which the module computes; empty: the module is not quantised.
     """
 
     name: str
@@ -45,6 +49,7 @@ class ProbedModule:
     tensors: tuple[str, ...]
     outputs: int
     has_bias: bool = False
+    quantization: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +65,25 @@ def probe_vector(seed: int, module: str, size: int) -> torch.Tensor:
     return _SCALE * torch.randn(size, generator=_generator(seed, module))
 
 
-def probe_inputs(seed: int, module: str, size: int, *, has_bias: bool) -> torch.Tensor:
-    """(1, size): the probe vector. For a module with a bias, (2, size): the probe vector and a row of zeros."""
-    vector = probe_vector(seed, module, size)[None]
+def quantised_vector(seed: int, module: str, size: int) -> torch.Tensor:
+    """(size,) float32 vector that a module quantises to the same numbers. Then the module's output shows its weights alone.
+
+    Its elements are float8_e4m3 numbers, and at least every 16th one is the largest such number. Therefore the scale is 1 in every
+    part of at least 16 elements, as a worker with a part of a module sees it.
+    """
+    vector = (_SPREAD * probe_vector(seed, module, size)).clamp(-_LARGEST_CODE, _LARGEST_CODE)
+    vector = vector.to(torch.float8_e4m3fn).float()
+    vector[::16] = torch.where(vector[::16] < 0, -_LARGEST_CODE, _LARGEST_CODE)
+    return vector
+
+
+def probe_inputs(seed: int, module: str, size: int, *, has_bias: bool, quantised: bool = False) -> torch.Tensor:
+    """(1, size): the probe vector. For a module with a bias, (2, size): the probe vector and a row of zeros.
+
+    Args:
+        quantised: whether the module quantises its inputs.
+    """
+    vector = (quantised_vector if quantised else probe_vector)(seed, module, size)[None]
     return torch.cat([vector, torch.zeros_like(vector)]) if has_bias else vector
 
 

@@ -228,6 +228,17 @@ class ProbedEngine(Protocol):
             every: whether to use all rows of each embedding and all experts of each layer, instead of a sample.
         """
 
+    def codes(self, names: Sequence[str]) -> dict[str, str]:
+        """Digest of the codes and scales of each named module in 8 bits (`engines/probe.py`); empty where they cannot be read."""
+
+    def quantise_inputs(self, wanted: bool) -> bool:
+        """Set whether the modules in 8 bits quantise their inputs, as they do in service. Otherwise they multiply them with the
+        values of their codes.
+
+        Returns:
+            False if the engine cannot set it: it runs a compiled program, or has no module in 8 bits. Nothing has changed then.
+        """
+
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         """Log-probs at temperature 1 of every id of each sequence, except the first id. The engine computes them without any cache.
 

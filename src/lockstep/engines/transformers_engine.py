@@ -235,6 +235,12 @@ class TransformersEngine:
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
         return {name: output_of(name, self._model.get_submodule(name), seed, every).float().cpu() for name in names}
 
+    def codes(self, names: Sequence[str]) -> dict[str, str]:
+        return dict.fromkeys(names, "")
+
+    def quantise_inputs(self, wanted: bool) -> bool:
+        return False
+
     @torch.no_grad()
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         check_scoring(sequences, self._version, self._max_model_len)

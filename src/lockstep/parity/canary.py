@@ -7,7 +7,7 @@ rollouts. So it can run before the first rollout is sampled, and it stands in fo
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -32,7 +32,7 @@ def canary_sequences(vocab_size: int, max_model_len: int) -> dict[str, tuple[int
 def canary_gap(
     model: PreTrainedModel,
     sequences: Mapping[str, tuple[int, ...]],
-    scores: Mapping[str, tuple[float, ...]],
+    scores: Mapping[str, Sequence[float] | torch.Tensor],
     precision: Precision,
 ) -> GapStats:
     """Parity gap between an engine's scores and the trainer's own log-probs at temperature 1, with the trainer's current weights.
@@ -48,7 +48,7 @@ def canary_gap(
     with casting_once(model, precision):
         for name, ids in sequences.items():
             policy = completion_logps(model, ids[:1], ids[1:], Sampling(max_tokens=1), precision)
-            gap = gap + measure_gap(torch.tensor(scores[name]), policy, [name], [len(policy)])
+            gap = gap + measure_gap(torch.as_tensor(scores[name]), policy, [name], [len(policy)])
     return gap
 
 

@@ -29,6 +29,7 @@ class ExpectedSettings:
         model_config: fields of the trained model's config (`engines/model_fields.py`).
         sampling: the distribution that the engine must sample from; None if any engine can.
         pictures: whether requests will have pictures, whose pixels the trainer has normalised.
+        quantization: vLLM's name of the scheme in which the engine must hold the weights in 8 bits; None: it may hold none in it.
     """
 
     model: str | None
@@ -40,6 +41,7 @@ class ExpectedSettings:
     model_config: Mapping[str, Any] = field(default_factory=dict)
     sampling: Sampling | None = None
     pictures: bool = False
+    quantization: str | None = None
 
 
 def expected_settings(
@@ -51,6 +53,7 @@ def expected_settings(
     sampling: Sampling | None = None,
     *,
     pictures: bool = False,
+    quantization: str | None = None,
 ) -> ExpectedSettings:
     """The settings of an engine for `model` that computes in `dtype`, and its output head in `head_dtype` (None: in `dtype`)."""
     return ExpectedSettings(
@@ -63,6 +66,7 @@ def expected_settings(
         model_config=fields_of_parts(model.config.get_text_config(), model.config),
         sampling=sampling,
         pictures=pictures,
+        quantization=quantization,
     )
 
 
@@ -86,7 +90,7 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
     must("vocab_size", actual.vocab_size, expected.vocab_size)
     must("logprobs_mode", actual.logprobs_mode, "processed_logprobs")
     must("async_scheduling", actual.async_scheduling, False)
-    must("quantization", actual.quantization, None)
+    must("quantization", actual.quantization, expected.quantization)
     if expected.pictures:
         must("mm_device_do_normalize", actual.normalises_pixels, False)
     for name in sorted(expected.model_config.keys() & actual.model_config.keys()):

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lockstep.definitions.quantisation import quantised_rows
 from lockstep.engines.probe import (
     SAMPLED_ROWS,
     EngineModules,
@@ -26,8 +27,11 @@ from lockstep.engines.probe import (
     probe_experts,
     probe_rows,
     probe_vector,
+    quantised_vector,
 )
 from lockstep.engines.protocol import ProbedEngine
+from lockstep.engines.tensor_specs import codes_digest
+from lockstep.engines.vllm.arguments import QUANTIZATIONS
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import head_name
 from lockstep.parity.tolerances import output_rounding, probe_limit
@@ -51,6 +55,8 @@ class ProbeRecord:
         modules: number of probed modules. `of_modules` is the number of modules that can be probed.
         unreached: engine parameters that no probe reaches.
         servers: URLs of the servers of which a module is over the limit; empty if the engine is not several servers.
+        codes: number of modules in 8 bits whose codes and scales were compared.
+        recoded: names of those modules whose codes or scales are not those of the trainer's weights.
     """
 
     errors: dict[str, float]
@@ -60,6 +66,8 @@ class ProbeRecord:
     limit: float
     seconds: float
     servers: tuple[str, ...] = ()
+    codes: int = 0
+    recoded: tuple[str, ...] = ()
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -84,8 +92,8 @@ class ModuleProbe:
             source are in the engine's dtype already, or are sums of such weights.
 
     Raises:
-        InputError: the engine runs no module under the model's names, or the model has an adapter of a kind that cannot be
-            merged.
+        InputError: the engine runs no module under the model's names; a module is quantised in a way that cannot be proven; or the
+            model has an adapter of a kind that cannot be merged.
     """
 
     def __init__(
@@ -103,6 +111,18 @@ class ModuleProbe:
         self._modules = self._comparable(engine.modules(self._source.names))
         if not self._modules.probed:
             raise InputError("the engine runs no module under the trained model's names; it cannot be proven")
+        for module in self._modules.probed.values():
+            if module.quantization and (module.quantization not in QUANTIZATIONS or module.kind != "linear"):
+                raise InputError(
+                    f"the engine computes {module.name} in 8 bits by {module.quantization}, which cannot be proven yet: linear "
+                    f"layers in {', '.join(QUANTIZATIONS)} can, experts cannot; leave vllm_quantization out"
+                )
+
+    @property
+    def quantised_tensors(self) -> tuple[str, ...]:
+        """Checkpoint names of the weights that the engine holds in 8 bits."""
+        quantised = (module for module in self._modules.probed.values() if module.quantization)
+        return tuple(dict.fromkeys(name for module in quantised for name in module.tensors))
 
     @torch.no_grad()
     def measure(self, seed: int, *, every: bool) -> ProbeRecord:
@@ -125,9 +145,25 @@ class ModuleProbe:
                 if not error <= limit:
                     # Several servers put their URL before the name (`engines/http/vllm_server.py`).
                     wrong.add(name.rpartition("/")[0])
+        codes, recoded = self._compared_codes([name for name in names if self._modules.probed[name].quantization])
         seconds, probed = time.perf_counter() - start, self._modules.probed
         servers = tuple(sorted(wrong - {""}))
-        return ProbeRecord(errors, len(names), len(probed), self._modules.unreached, limit, seconds, servers)
+        unreached = self._modules.unreached
+        return ProbeRecord(errors, len(names), len(probed), unreached, limit, seconds, servers, codes, recoded)
+
+    def _compared_codes(self, names: list[str]) -> tuple[int, tuple[str, ...]]:
+        """The number of modules whose codes and scales were compared, and the names of those that differ from the trainer's."""
+        told = {name: digest for name, digest in self._engine.codes(names).items() if digest} if names else {}
+        return len(told), tuple(name for name, digest in told.items() if digest != self._codes_digest(name))
+
+    def _codes_digest(self, name: str) -> str:
+        """The digest that a module in 8 bits must have: that of the codes of its weights, in the order of its outputs."""
+        weights = (self._source.tensor(tensor) for tensor in self._modules.probed[name].tensors)
+        rows = [
+            quantised_rows((weight.T if self._transposed(tensor) else weight).to(self._dtype))
+            for tensor, weight in zip(self._modules.probed[name].tensors, weights, strict=True)
+        ]
+        return codes_digest(torch.cat([r.codes for r in rows]), torch.cat([r.scales for r in rows]))
 
     def _weights(self) -> PlainSource:
         return weights_of(self._model) if self._given is None else self._given(self._model)
@@ -219,7 +255,8 @@ class ModuleProbe:
         if module.kind == "values":
             expected = self._cast(weight).flatten()
             return self._distance(found[0], expected, expected)
-        vector = probe_vector(seed, module.name, self._inputs(tensor)).to(weight.device)
+        draw = quantised_vector if module.quantization else probe_vector
+        vector = draw(seed, module.name, self._inputs(tensor)).to(weight.device)
         if module.kind == "embedding":
             rows = probe_rows(seed, module.name, len(weight), every=every).to(weight.device)
             expected = self._cast(weight[rows]) @ vector
@@ -230,7 +267,8 @@ class ModuleProbe:
             # One output per vocabulary entry is too many: a sample shows a stale head as well.
             rows = probe_rows(seed, module.name, len(weight), every=False).to(weight.device)
             weight, found, bias = weight[rows], found[:, rows.cpu()], None if bias is None else bias[rows]
-        product = self._cast(weight) @ vector.to(self._dtype).float()
+        held = quantised_rows(weight.to(self._dtype)).values() if module.quantization else self._cast(weight)
+        product = held @ vector.to(self._dtype).float()
         if not module.has_bias or bias is None:
             return self._distance(found[0], product, product)
         added = self._cast(bias)
@@ -267,10 +305,12 @@ def check_probe(record: ProbeRecord, version: int) -> None:
     """Check a probe's errors against their limit.
 
     Raises:
-        ProofError: a module's outputs differ from the outputs of the trainer's weights. The message names the layers.
+        ProofError: a module's outputs differ from the outputs of the trainer's weights, or its codes from their codes. The message
+            names the layers.
     """
     failed = record.failed
     if not failed:
+        _check_codes(record, version)
         return
     shown = ", ".join(f"{name} by {record.errors[name]:.2g}" for name in failed[:4])
     where = f" at {', '.join(record.servers)}" if record.servers else ""
@@ -281,6 +321,17 @@ def check_probe(record: ProbeRecord, version: int) -> None:
         _cause(record, failed),
         "do not train on this engine; name the model, the layer and the engine's version in a report",
     )
+
+
+def _check_codes(record: ProbeRecord, version: int) -> None:
+    if record.recoded:
+        raise ProofError(
+            "codes",
+            f"at version {version} {len(record.recoded)} of {record.codes} modules hold other codes or scales in 8 bits than those "
+            f"of the trainer's weights: {', '.join(record.recoded[:4])}{', …' if len(record.recoded) > 4 else ''}",
+            "the engine did not quantise the layer again after this push, or quantises by another formula",
+            "do not train on this engine; name the model, the layer and the engine's version in a report",
+        )
 
 
 def _cause(record: ProbeRecord, failed: list[str]) -> str:

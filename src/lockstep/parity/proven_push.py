@@ -16,14 +16,18 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Engine
 from lockstep.parity.adapter_probe import check_adapter_probe
-from lockstep.parity.canary import check_canary, score_canary
+from lockstep.parity.canary import canary_sequences, check_canary, score_canary
+from lockstep.parity.distributions import Distribution
 from lockstep.parity.gap import GapStats
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
+from lockstep.parity.quantised_gap import QuantisationError, widened
 from lockstep.parity.rescoring import Precision
-from lockstep.parity.tolerances import tolerance
+from lockstep.parity.tolerances import Tolerance, tolerance
+from lockstep.parity.whole_inputs import sample_with_whole_inputs, score_with_whole_inputs
 from lockstep.sync.adapters.push import AdapterPusher
 from lockstep.sync.adapters.source import EffectiveSource
 from lockstep.sync.push import SyncRecord, forget_push, push_weights
+from lockstep.tokens.tokenizer import embedding_rows
 
 Phase = Callable[[str], AbstractContextManager]
 
@@ -55,6 +59,7 @@ class ProvenPusher:
         engine_dtype: the dtype in which the engine computes.
         precision: the dtypes in which the trainer computes its forward.
         seed: seed of the run; the probe vectors depend on it and on the version.
+        quantised: whether the engine holds the weights in 8 bits.
         adapter_alone: whether the engine gets the adapter alone, for vLLM's own LoRA, instead of merged weights.
         phase: measures the time of a push (under the name "sync") and of its proofs ("verify").
     """
@@ -67,18 +72,34 @@ class ProvenPusher:
         precision: Precision,
         *,
         seed: int = 0,
+        quantised: bool = False,
         adapter_alone: bool = False,
         phase: Phase = lambda name: nullcontext(),
     ) -> None:
         self._model, self._engine, self._dtype = model, engine, engine_dtype
         self.precision = precision
-        self.limit = tolerance(engine_dtype, precision.dtype_of(model))
+        self._limit = tolerance(engine_dtype, precision.dtype_of(model))
+        self.quantisation = (
+            QuantisationError(model, engine_dtype, precision, lambda: self.module_probe.quantised_tensors)
+            if quantised
+            else None
+        )
         self._seed, self._phase = seed, phase
         self._adapters = AdapterPusher(model, engine) if adapter_alone else None
         self._module_probe: ModuleProbe | None = None
         self._probed: tuple[str, ...] = ()
         self._trusted = False
         self.proof: PushProof | None = None
+
+    @property
+    def limit(self) -> Tolerance:
+        """The limits on the canary's gap."""
+        return self._limit if self.quantisation is None else widened(self._limit, self.quantisation.canary)
+
+    @property
+    def limit_of_tokens(self) -> Tolerance:
+        """The limits on the gap of sampled tokens."""
+        return self._limit if self.quantisation is None else widened(self._limit, self.quantisation.of_tokens)
 
     @property
     def module_probe(self) -> ModuleProbe:
@@ -151,6 +172,26 @@ class ProvenPusher:
         Raises:
             ProofError: the gap is over its limit.
         """
-        gap = score_canary(self._model, self._engine, self._engine.settings().max_model_len, self.precision)
+        context = self._engine.settings().max_model_len
+        if self.quantisation is not None:
+            sequences = canary_sequences(embedding_rows(self._model), context)
+            self.quantisation.measure_canary(sequences)
+            self.quantisation.with_whole_inputs = score_with_whole_inputs(
+                self._engine, self.quantisation, sequences, self._limit, version
+            )
+        gap = score_canary(self._model, self._engine, context, self.precision)
         check_canary(gap, self.limit, version)
         return gap
+
+    def sample_canary(self, distribution: Distribution, version: int) -> None:
+        """Let an engine in 8 bits sample from the run's distribution without quantised inputs (`parity/whole_inputs.py`).
+
+        Raises:
+            ProofError: the gap is over a limit of the dtypes.
+        """
+        if self.quantisation is not None:
+            context = self._engine.settings().max_model_len
+            sequences = canary_sequences(embedding_rows(self._model), context)
+            self.quantisation.sampled_with_whole_inputs = sample_with_whole_inputs(
+                self._engine, self.quantisation, sequences, distribution, self._limit, version
+            )

@@ -25,21 +25,21 @@ class GapTail:
     limit stays above a multiple of the largest gap so far (`Tolerance.largest`).
 
     Args:
-        limit: the limit of the dtypes.
+        limit: the limit of the dtypes. It may be set anew before a step: with an engine in 8 bits it depends on the tokens.
     """
 
     def __init__(self, limit: Tolerance) -> None:
-        self._limit = limit
+        self.outer = limit
         self._passed = GapStats()
 
     @property
     def limit(self) -> Tolerance:
         """The limit on the next step."""
-        prior = self._limit.tail
+        prior = self.outer.tail
         fourths = self._passed.sum_fourths + 24 * _PRIOR_TOKENS * prior**4
         cubes = self._passed.sum_cubes + 6 * _PRIOR_TOKENS * prior**3
         tail = min(prior, fourths / (4 * cubes))
-        return replace(self._limit, tail=tail, widest=prior, seen=self._passed.max_abs)
+        return replace(self.outer, tail=tail, widest=prior, seen=self._passed.max_abs)
 
     def passed(self, stats: GapStats) -> None:
         """Add the gap of a step that is within its limits to the estimate."""

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from lockstep.engines.vllm.arguments import SERVER_BACKEND, WORKER_EXTENSION, cpu_cache_bytes, engine_arguments
+from lockstep.engines.vllm.arguments import (
+    SERVER_BACKEND,
+    WORKER_EXTENSION,
+    check_quantization,
+    cpu_cache_bytes,
+    engine_arguments,
+)
 from lockstep.engines.vllm.pictures import picture_arguments
 from lockstep.engines.vllm.workers.environment import LOOPBACK, cpu_settings
 from lockstep.errors import InputError
@@ -41,6 +47,7 @@ class ServeOptions:
         model: directory or hub id that vLLM can load (`models/resolve.py`).
         max_model_len: longest prompt + completion in tokens; None: the model's own limit.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
+        quantization: vLLM's name of the scheme in which the engine holds the weights in 8 bits; None: in `dtype`.
         rest: further arguments of vLLM's server, as the user typed them.
     """
 
@@ -53,6 +60,7 @@ class ServeOptions:
     tensor_parallel_size: int
     gpu_memory_utilization: float
     fp32_head: bool = False
+    quantization: str | None = None
     rest: tuple[str, ...] = ()
 
     @property
@@ -74,12 +82,21 @@ def command_line(options: ServeOptions) -> list[str]:
     """The command that starts vLLM's API server.
 
     Raises:
-        InputError: an argument may not be set, or neither the user nor the model gives a maximum length.
+        InputError: an argument may not be set, the engine cannot hold the weights in the scheme that was asked for, or neither the
+            user nor the model gives a maximum length.
     """
     check_words(options.rest)
+    check_quantization(options.quantization, options.dtype, "quantization")
     length = _context(options.model) if options.max_model_len is None else options.max_model_len
     arguments: dict[str, Any] = {
-        **engine_arguments(options.model, options.dtype, length, options.max_num_seqs, fp32_head=options.fp32_head),
+        **engine_arguments(
+            options.model,
+            options.dtype,
+            length,
+            options.max_num_seqs,
+            fp32_head=options.fp32_head,
+            quantization=options.quantization,
+        ),
         **(
             picture_arguments(cache_gb=_PICTURE_CACHE)
             if reads_pictures(AutoConfig.from_pretrained(options.model))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,8 @@ from lockstep.engines.tensor_specs import dtype_name
 from lockstep.parity.distributions import Distribution
 from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.rescoring import Precision, completion_logps
-from lockstep.parity.tolerances import outside_limit, tolerance
+from lockstep.parity.tolerances import Tolerance, outside_limit, tolerance
+from lockstep.parity.whole_inputs import whole_inputs
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.training.methods.grpo import GRPOObjective
@@ -37,27 +39,52 @@ def semantics(stage: Stage) -> list[Row]:
         "T = 1, top-p 0.9": Sampling(tokens, top_p=0.9),
         "T = 1, min-p 0.05": Sampling(tokens, min_p=0.05),
     }
-    rows = [_semantics_row(stage, name, Distribution(sampling)) for name, sampling in cases.items()]
-    own = stage.trainer.proofs.distribution
-    if replace(own.sampling, stop=(), max_kept_ids=Sampling(1).max_kept_ids) != stage.sampling():
-        rows.append(_semantics_row(stage, "the run's own settings", own, kept=True))
+    with _as_exact_as_possible(stage) as is_exact:
+        rows = [_semantics_row(stage, name, Distribution(sampling), is_exact) for name, sampling in cases.items()]
+        own = stage.trainer.proofs.distribution
+        if replace(own.sampling, stop=(), max_kept_ids=Sampling(1).max_kept_ids) != stage.sampling():
+            rows.append(_semantics_row(stage, "the run's own settings", own, is_exact, kept=True))
     return rows
 
 
-def _semantics_row(stage: Stage, name: str, distribution: Distribution, *, kept: bool = False) -> Row:
+@contextmanager
+def _as_exact_as_possible(stage: Stage) -> Iterator[bool]:
+    """In this context, an engine in 8 bits does not quantise its inputs, and neither does the trainer's forward in 8 bits.
+
+    Yields:
+        Whether the limits of the dtypes hold. They do not if the engine goes on to quantise its inputs (`parity/whole_inputs.py`).
+    """
+    error = stage.trainer.proofs.quantisation
+    if error is None:
+        yield True
+        return
+    with whole_inputs(stage.engine, stage.version) as are_whole:
+        if not are_whole:
+            yield False
+            return
+        with error.in_8_bits(inputs_too=False):
+            yield True
+
+
+def _limit(stage: Stage, trainer: torch.dtype, *, is_exact: bool) -> Tolerance:
+    """The limits on the gap to a trainer that computes in a dtype."""
+    return tolerance(stage.trainer.proofs.engine_dtype, trainer) if is_exact else stage.trainer.proofs.limit
+
+
+def _semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact: bool, *, kept: bool = False) -> Row:
     """The row of one distribution.
 
     Args:
+        is_exact: whether the limits of the dtypes hold.
         kept: whether to score among the engine's kept ids, as in training. Otherwise the filters are applied again.
     """
     completions = stage.sample(distribution.sampling, samples=2)
     gap, outside = _gap_inside(stage, completions, distribution, kept=kept)
-    dtype = stage.trainer.proofs.engine_dtype
-    allowed = outside_limit(dtype) * (gap.tokens + outside)
+    allowed = outside_limit(stage.trainer.proofs.engine_dtype, quantised=not is_exact) * (gap.tokens + outside)
     row = gap_row(
         f"log-probs, {name}",
         gap,
-        stage.trainer.proofs.limit,
+        _limit(stage, stage.precision.dtype_of(stage.model), is_exact=is_exact),
         "the engine reports log-probs of another distribution than it samples; set logprobs_mode=processed_logprobs",
         f", {outside} outside the trainer's support" if outside else "",
     )
@@ -83,15 +110,14 @@ def _gap_inside(
 
 def parity_by_dtype(stage: Stage) -> list[Row]:
     """The same tokens, scored by the trainer in each dtype in which it can compute."""
-    sampling = stage.sampling()
-    completions = stage.sample(sampling)
-    engine = stage.trainer.proofs.engine_dtype
-    rows = []
-    for trainer, precision in ((torch.float32, Precision()), (torch.bfloat16, Precision(autocast=torch.bfloat16))):
-        gap = stage.gap(completions, sampling, precision)
-        name = f"parity gap, engine {dtype_name(engine)}, trainer {dtype_name(trainer)}"
-        ours = " (this run)" if precision == stage.precision else ""
-        rows.append(gap_row(name + ours, gap, tolerance(engine, trainer), "see which proof above failed first"))
+    sampling, engine, rows = stage.sampling(), stage.trainer.proofs.engine_dtype, []
+    with _as_exact_as_possible(stage) as is_exact:
+        completions = stage.sample(sampling)
+        for trainer, precision in ((torch.float32, Precision()), (torch.bfloat16, Precision(autocast=torch.bfloat16))):
+            gap, limit = stage.gap(completions, sampling, precision), _limit(stage, trainer, is_exact=is_exact)
+            name = f"parity gap, engine {dtype_name(engine)}, trainer {dtype_name(trainer)}"
+            ours = " (this run)" if precision == stage.precision else ""
+            rows.append(gap_row(name + ours, gap, limit, "see which proof above failed first"))
     return rows
 
 

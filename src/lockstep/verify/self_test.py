@@ -36,6 +36,7 @@ from lockstep.verify.faults import (
     logprobs,
     losses,
     pictures,
+    quantised,
     settings,
     steps,
     tokens,
@@ -68,6 +69,8 @@ _EVALUATED = replace(_CONTROL, what="nothing, at an evaluation: a control", eval
 PICTURE_FAULTS = pictures.FAULTS
 # They need a stage whose engine gets an adapter alone.
 ADAPTER_FAULTS = adapters.FAULTS
+# They need a stage whose engine holds the weights in 8 bits.
+QUANTISED_FAULTS = quantised.FAULTS
 
 # A fault that is small in one token needs more of them than `lockstep verify` samples.
 _CHECKS = {**CHECKS, "draws": many_draws}
@@ -178,6 +181,9 @@ def _put_to_the_test(stage: Stage, fault: Fault) -> Verdict:
                 else:
                     stage.step()
                 taken += 1
+            if stage.config.vllm_quantization is not None:
+                # The start of a run proves an engine in 8 bits more exactly than a step can.
+                stage.trainer.proofs.prove_engine(stage.version)
             if fault.check is not None:
                 failed = [row for row in _CHECKS[fault.check](stage) if not row.passed]
                 if failed:

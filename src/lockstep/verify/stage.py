@@ -29,6 +29,7 @@ from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.module_probe import ProbeRecord
 from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.parity.resume.inputs import data_digest
+from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.tokens.arrays import Ids, whole_numbers
@@ -326,6 +327,7 @@ def _placeholder(model: str) -> str:
 
 def _visible_scale(stage: Stage) -> float:
     """The smallest scale that changes log-probs by more than the tolerance of the engine's dtype; otherwise the largest scale."""
+    limit = tolerance(stage.trainer.proofs.engine_dtype, stage.precision.dtype_of(stage.model)).mean
     prompt = min(stage.prompts, key=lambda p: len(p.ids)).ids
 
     def scores() -> torch.Tensor:
@@ -334,7 +336,7 @@ def _visible_scale(stage: Stage) -> float:
     before = scores()
     for scale in _SCALES:
         with stage.moved(scale):
-            if float((scores() - before).abs().mean()) > 3 * stage.trainer.proofs.limit.mean:
+            if float((scores() - before).abs().mean()) > 3 * limit:
                 break
     return scale
 

@@ -81,13 +81,14 @@ def handshake(stage: Stage) -> list[Row]:
     """The engine's effective settings are the ones that training assumes."""
     longest = max(len(p.ids) for p in stage.prompts) + stage.config.max_completion_length
     dtypes = (stage.config.engine_torch_dtype, longest, stage.config.engine_head_dtype)
-    shake_hands(stage.engine, stage.model, stage.trainer.model_path, *dtypes)
+    quantization = stage.config.vllm_quantization
+    shake_hands(stage.engine, stage.model, stage.trainer.model_path, *dtypes, quantization=quantization)
     found = stage.engine.settings()
     return [
         Row(
             "settings handshake",
             f"{found.engine}, {found.architecture}, {dtype_name(found.dtype)}, head {dtype_name(found.head_dtype)}, "
-            f"{found.logprobs_mode}",
+            f"{found.logprobs_mode}{'' if found.quantization is None else f', weights in {found.quantization}'}",
             "as training assumes",
             True,
         )

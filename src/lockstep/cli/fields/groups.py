@@ -56,7 +56,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "engine": (
         "use_vllm", "vllm_max_num_seqs", "vllm_gpu_memory_utilization", "vllm_max_model_length", "engine_dtype",
         "vllm_engine_kwargs", "vllm_model_impl", "vllm_enable_lora", "vllm_tensor_parallel_size",
-        "vllm_enable_sleep_mode",
+        "vllm_enable_sleep_mode", "vllm_quantization",
     ),
     "server": (
         "vllm_mode", "vllm_server_base_url", "vllm_server_url_file", "vllm_server_host", "vllm_server_port",

@@ -25,6 +25,9 @@ GRAMMAR_BACKEND = "xgrammar"
 # Where vLLM takes a model's layers from. "auto" is its own implementation, or transformers' where it has none.
 MODEL_IMPLEMENTATIONS = ("vllm", "auto", "transformers")
 
+# vLLM's names of the schemes in which an engine may hold the weights in 8 bits (`vllm_quantization`).
+QUANTIZATIONS = ("fp8_per_channel",)
+
 # Engine arguments that change tokens or log-probs and that no proof reads back.
 REFUSED = frozenset(
     {
@@ -57,7 +60,13 @@ _SMALLEST_CACHE = 64 << 20
 
 
 def engine_arguments(
-    model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int, *, fp32_head: bool = False
+    model: str,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_num_seqs: int,
+    *,
+    fp32_head: bool = False,
+    quantization: str | None = None,
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM` (and, with dashes, of vLLM's server) that training needs.
 
@@ -65,6 +74,7 @@ def engine_arguments(
         max_model_len: longest prompt + completion, in tokens.
         max_num_seqs: largest number of sequences that are decoded together.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
+        quantization: one of `QUANTIZATIONS`; None: the engine computes in `dtype`.
     """
     arguments: dict[str, Any] = {
         "model": model,
@@ -89,7 +99,29 @@ def engine_arguments(
         arguments["block_size"] = _CPU_BLOCK
     if fp32_head:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
+    if quantization is not None:
+        arguments["quantization"] = quantization
     return arguments
+
+
+def check_quantization(quantization: str | None, dtype: torch.dtype, name: str) -> None:
+    """Refuse a scheme whose weights could not be proven, or that vLLM does not have in the engine's dtype.
+
+    Args:
+        name: the field or argument in which the user has given the scheme, for the error.
+
+    Raises:
+        InputError: the engine cannot hold the weights in this way.
+    """
+    if quantization is None:
+        return
+    if quantization not in QUANTIZATIONS:
+        raise InputError(f"{name}={quantization!r}; it must be {' or '.join(QUANTIZATIONS)}")
+    if dtype != torch.bfloat16:
+        raise InputError(
+            f"{name}={quantization}: vLLM quantises half-precision models only, and the engine's dtype is {dtype_name(dtype)}; set "
+            "engine_dtype=bfloat16 in training, or --dtype bfloat16 for a server"
+        )
 
 
 def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
@@ -115,5 +147,7 @@ def check_user_arguments(names: set[str], where: str) -> None:
         InputError: the user may not set one of them.
     """
     refused = REFUSED & names
+    if "quantization" in refused:
+        raise InputError(f"{where} may not set quantization; set vllm_quantization: it corrects for the difference")
     if refused:
         raise InputError(f"{where} may not set {', '.join(sorted(refused))}: log-probs would differ")

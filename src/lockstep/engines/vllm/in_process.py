@@ -31,7 +31,7 @@ from lockstep.engines.protocol import (
     OnAnswer,
     RequestKey,
 )
-from lockstep.engines.vllm.arguments import check_user_arguments, cpu_cache_bytes, engine_arguments
+from lockstep.engines.vllm.arguments import check_quantization, check_user_arguments, cpu_cache_bytes, engine_arguments
 from lockstep.engines.vllm.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
 from lockstep.engines.vllm.requests import completion, prompt_logprobs, sampling_params, scoring_params
 from lockstep.engines.vllm.sent import check_sent, fields_of
@@ -64,6 +64,7 @@ class VLLMInProcess:
             process.
         transport: chooses how weights reach worker processes; needed only if there are several.
         sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back (`engines/vllm/sleep.py`); 0: it does nothing.
+        quantization: vLLM's name of the scheme in which the engine holds the weights in 8 bits; None: in `dtype`.
         engine_kwargs: further arguments of `vllm.LLM`, passed on unchanged.
 
     Raises:
@@ -84,9 +85,11 @@ class VLLMInProcess:
         tensor_parallel_size: int = 1,
         transport: TransportChoice | None = None,
         sleep_level: SleepLevel = 0,
+        quantization: str | None = None,
         engine_kwargs: dict[str, Any] | None = None,
     ) -> None:
         check_user_arguments(set(engine_kwargs or {}), "vllm_engine_kwargs")
+        check_quantization(quantization, dtype, "vllm_quantization")
         self._timeout = timeout
         self._version: int | None = None
         self._model = model
@@ -96,7 +99,9 @@ class VLLMInProcess:
             self._reads_pictures = reads_pictures(AutoConfig.from_pretrained(model))
             self._llm = start_vllm(
                 {
-                    **engine_arguments(model, dtype, max_model_len, max_num_seqs, fp32_head=fp32_head),
+                    **engine_arguments(
+                        model, dtype, max_model_len, max_num_seqs, fp32_head=fp32_head, quantization=quantization
+                    ),
                     **(picture_arguments() if self._reads_pictures else {}),
                     "seed": seed,
                     **_memory(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
@@ -286,6 +291,18 @@ class VLLMInProcess:
         self._check_awake()
         answers = self._call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
+
+    def codes(self, names: Sequence[str]) -> dict[str, str]:
+        from lockstep.engines.vllm.quantised import code_digests
+
+        self._check_awake()
+        return agreed_answers(self._call(code_digests, tuple(names)), "vLLM in this process")
+
+    def quantise_inputs(self, wanted: bool) -> bool:
+        from lockstep.engines.vllm.quantised import quantise_inputs
+
+        self._check_awake()
+        return all(self._call(quantise_inputs, wanted))
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         self._awake()

@@ -26,6 +26,7 @@ from lockstep.engines.probe import (
     probe_rows,
     probe_vector,
 )
+from lockstep.engines.vllm.quantised import quantization_of
 from lockstep.engines.vllm.shards import gathered, gathered_vocabulary, own_inputs, whole_outputs
 
 # Suffix of the name under which an embedding is also probed as an output head.
@@ -43,7 +44,8 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
     unreached: list[str] = []
     for name, module in _with_parameters(model):
         if experts := _expert_tensors(module, checkpoint_names):
-            probed[name] = ProbedModule(name, "experts", experts, _outputs(module))
+            scheme = quantization_of(module)
+            probed[name] = ProbedModule(name, "experts", experts, _outputs(module), quantization=scheme)
             continue
         kind, parameters = _kind(name, module)
         tensors = tuple(tensor for p in parameters for tensor in names.get(p, ()))
@@ -51,7 +53,7 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
             unreached += [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
         else:
             has_bias = kind == "linear" and getattr(module, "bias", None) is not None
-            probed[name] = ProbedModule(name, kind, tensors, _outputs(module), has_bias)
+            probed[name] = ProbedModule(name, kind, tensors, _outputs(module), has_bias, quantization_of(module))
     _add_tied_head(probed)
     return EngineModules(probed, tuple(unreached))
 
@@ -91,7 +93,8 @@ def linear_output(name: str, module: Any, seed: int, *, with_zeros: bool = False
         with_zeros: whether to add a second row, the outputs for a row of zeros.
     """
     own = plain_module(module)
-    inputs = probe_inputs(seed, name, own.input_size, has_bias=with_zeros)
+    quantised = bool(quantization_of(own))
+    inputs = probe_inputs(seed, name, own.input_size, has_bias=with_zeros, quantised=quantised)
     inputs = own_inputs(own, inputs.to(next(own.parameters()).device, own.params_dtype))
     answer = module(inputs.contiguous())
     output, bias = answer if isinstance(answer, tuple) else (answer, None)

@@ -131,9 +131,12 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._is_updating = True
         self.acknowledgement = LoadedWeights((), ())
         self.held.open()
-        # A LoRA layer around a module adds `.base_layer` to the names of parameters. `load_weights` reports names without it.
-        self._parameters = tuple(name.replace(_BASE_LAYER, "") for name, _ in self.model.named_parameters())
+        computed_with = [name for name, _ in self.model.named_parameters()]
         self._layers = begin_reload(self.model)
+        # A module in 8 bits computes with scales, which it makes of the loaded weight itself.
+        loaded = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        # A LoRA layer around a module adds `.base_layer` to the names of parameters. `load_weights` reports names without it.
+        self._parameters = tuple(name.replace(_BASE_LAYER, "") for name in computed_with if name in loaded)
         self._kernels = remove_expert_kernels(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

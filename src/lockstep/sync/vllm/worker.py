@@ -76,6 +76,18 @@ class LockstepWorker:
         answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every), adapter or None)
         return {name: encode_floats(answer) for name, answer in answers.items()}
 
+    def lockstep_codes(self, names: str) -> dict[str, str]:
+        """The digest of the codes and scales of each named module in 8 bits; empty where they cannot be read."""
+        from lockstep.engines.vllm.quantised import code_digests
+
+        return code_digests(self, tuple(json.loads(names)))
+
+    def lockstep_quantise_inputs(self, wanted: str) -> dict[str, bool]:
+        """Set whether the modules in 8 bits quantise their inputs. Returns whether it could be set."""
+        from lockstep.engines.vllm.quantised import quantise_inputs
+
+        return {"set": quantise_inputs(self, wanted == "True")}
+
     def lockstep_pictures(self, digests: str) -> dict[str, str | None]:
         """For each digest, the digest of the tensors that this worker has encoded under it; None: it has encoded none."""
         from lockstep.engines.vllm.pictures import recorded_digests

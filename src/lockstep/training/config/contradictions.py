@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lockstep.engines.vllm.arguments import check_quantization
 from lockstep.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,6 +51,29 @@ def check_corrections(config: OnlineConfig) -> None:
         raise InputError(
             "vllm_importance_sampling_correction needs a bound: set vllm_importance_sampling_clip_max, or switch it off"
         )
+
+
+def check_quantised_sampling(config: OnlineConfig) -> None:
+    """Check `vllm_quantization`.
+
+    Raises:
+        InputError: the engine cannot hold the weights in this way, or another field contradicts it.
+    """
+    if config.vllm_quantization is None:
+        return
+    check_quantization(config.vllm_quantization, config.engine_torch_dtype, "vllm_quantization")
+    if not config.vllm_importance_sampling_correction:
+        raise InputError(
+            "vllm_quantization samples with weights in 8 bits, and vllm_importance_sampling_correction=false leaves that "
+            "uncorrected; leave one of the two out"
+        )
+    for name, refused in {
+        "use_vllm=false": config.use_vllm is False,
+        "vllm_enable_lora": config.vllm_enable_lora,
+        "FSDP": config.shards is not None,
+    }.items():
+        if refused:
+            raise InputError(f"{name} is not supported with vllm_quantization; leave one of the two out")
 
 
 def check_best_model(config: OnlineConfig) -> None:

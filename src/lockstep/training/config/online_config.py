@@ -25,7 +25,12 @@ from lockstep.sync.wire.transport import check_transport
 from lockstep.training.config.agent_fields import AgentFields
 from lockstep.training.config.checks import check_fields
 from lockstep.training.config.colocate_fields import ColocateFields
-from lockstep.training.config.contradictions import check_best_model, check_corrections, check_staleness
+from lockstep.training.config.contradictions import (
+    check_best_model,
+    check_corrections,
+    check_quantised_sampling,
+    check_staleness,
+)
 from lockstep.training.config.filter_fields import FilterFields
 from lockstep.training.config.image_fields import ImageFields
 from lockstep.training.config.interruption_fields import InterruptionFields
@@ -192,6 +197,13 @@ class OnlineConfig(
             "server needs --enable_lora."
         ),
     )
+    vllm_quantization: str | None = field(
+        default=None,
+        metadata=doc(
+            "Sample with the weights in 8 bits, by vLLM's name of the scheme: fp8_per_channel. The trainer keeps its own weights, "
+            "and importance weights correct for the difference. A server needs --quantization."
+        ),
+    )
     engine_dtype: Literal["auto", "float32", "bfloat16"] = field(
         default="auto", metadata=doc("Dtype of the engine. Default: bfloat16 with bf16, else float32.")
     )
@@ -257,6 +269,7 @@ class OnlineConfig(
         self.take_generation_kwargs()
         self.check_filters(self.completion_limit, interrupted=self.max_thinking_length is not None)
         check_staleness(self)
+        check_quantised_sampling(self)
         check_best_model(self)
 
     def size_generation(self) -> None:

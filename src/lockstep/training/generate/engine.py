@@ -79,6 +79,7 @@ def start_engine(
             "transport": transport_here(
                 config.vllm_weight_transport, config.vllm_server_timeout, deltas=config.vllm_weight_deltas
             ),
+            "quantization": config.vllm_quantization,
             "engine_kwargs": {
                 # With "vllm", vLLM would refuse the families that it runs through transformers only.
                 "model_impl": "auto" if config.vllm_model_impl == "vllm" else config.vllm_model_impl,
@@ -208,6 +209,7 @@ def shake_hands(
     *,
     pictures: bool = False,
     scores_first: bool = False,
+    quantization: str | None = None,
 ) -> None:
     """Compare the engine's effective settings with what training assumes.
 
@@ -217,6 +219,7 @@ def shake_hands(
         sampling: the distribution that the engine must sample from; None if any engine can.
         pictures: whether requests will have pictures.
         scores_first: whether a server must answer a proof before the requests that wait to be generated.
+        quantization: the scheme in which the engine must hold the weights in 8 bits; None: in `dtype`.
 
     Raises:
         InputError: the server answers proofs last, or vLLM does not compute or load this model as transformers does.
@@ -232,7 +235,9 @@ def shake_hands(
             "max_staleness needs a server that answers a proof before what waits to be generated: start it with 'lockstep serve "
             "MODEL', or with --scheduling-policy priority"
         )
-    expected = expected_settings(model, path, dtype, min_model_len, head_dtype, sampling, pictures=pictures)
+    expected = expected_settings(
+        model, path, dtype, min_model_len, head_dtype, sampling, pictures=pictures, quantization=quantization
+    )
     check_settings(expected, settings)
 
 

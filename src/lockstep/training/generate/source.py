@@ -21,7 +21,7 @@ from lockstep.images.prompts import ImagePrompts
 from lockstep.parity.samples import Seeds
 from lockstep.parity.staleness import check_staleness
 from lockstep.parity.step.settings import SettingsProof
-from lockstep.parity.tolerances import tolerance
+from lockstep.parity.tolerances import Tolerance, tolerance
 from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -112,7 +112,7 @@ class RolloutSource:
         self.program = self._one_turn
         self._tools, self.rollout_function = tools, function
         self._scoring = Scoring(scorer, ranks, tools)
-        self.limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(policy))
+        self._limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(policy))
         self._owns_engine = given is None
         self._proven = False
         self._seeds = Seeds()
@@ -146,6 +146,7 @@ class RolloutSource:
                 self.sampling,
                 pictures=shown,
                 scores_first=bool(config.max_staleness),
+                quantization=config.vllm_quantization,
             )
 
         try:
@@ -205,6 +206,11 @@ class RolloutSource:
         if self._proofs is None:
             raise InputError(f"rank {self._ranks.rank} holds no engine")
         return self._proofs
+
+    @property
+    def limit(self) -> Tolerance:
+        """The limits on the gap of sampled tokens; on a rank without the engine, those of the dtypes."""
+        return self._limit if self._proofs is None else self._proofs.limit_of_tokens
 
     @property
     def generation_proofs(self) -> GenerationProofs:

@@ -274,6 +274,8 @@ def _same_shape_pair(stage: Stage) -> tuple[str, str]:
 
 
 def _needs_cache(stage: Stage) -> str:
+    if stage.config.vllm_quantization is not None:
+        return "8 bits change more than one update does"
     return "" if stage.engine.settings().prefix_caching else "this engine keeps no cache between calls"
 
 

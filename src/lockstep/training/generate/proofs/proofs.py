@@ -18,7 +18,6 @@ verify` call them through this module.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from lockstep.parity.gap import GapStats, PooledGap, check_count, over_limits
 from lockstep.parity.kept_sets import KeptSetStats
 from lockstep.parity.module_probe import ModuleProbe, ProbeRecord
 from lockstep.parity.proven_push import ProvenPusher, PushProof
+from lockstep.parity.quantised_gap import QuantisationError
 from lockstep.parity.receipt import RECEIPT, Receipt
 from lockstep.parity.rescoring import sampled_logps
 from lockstep.parity.samples import check_samples
@@ -38,6 +38,7 @@ from lockstep.parity.step.draws import DrawEvidence, DrawStats, draw_metrics
 from lockstep.parity.step.ends import Ends
 from lockstep.parity.step.settings import SettingsProof
 from lockstep.parity.tail import GapTail
+from lockstep.parity.tolerances import Tolerance
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.driver import decoding
 from lockstep.rollouts.group import RolloutGroup
@@ -46,6 +47,7 @@ from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.generate.proofs.ahead import ProofsAhead
 from lockstep.training.generate.proofs.gap_explained import ExplainedGap
+from lockstep.training.generate.proofs.receipt_lines import figures, start_line, step_line
 
 
 class Proofs:
@@ -84,7 +86,6 @@ class Proofs:
         self.engine_dtype = config.engine_torch_dtype
         self.precision = config.precision
         self._pusher = self._pusher_to(engine)
-        self.limit = self._pusher.limit
         self._receipt: Receipt | None = None
         self._pool = PooledGap()
         self._tail = GapTail(self.limit)
@@ -108,9 +109,25 @@ class Proofs:
             self.engine_dtype,
             self.precision,
             seed=self._config.seed,
+            quantised=self._config.vllm_quantization is not None,
             adapter_alone=self._config.vllm_enable_lora,
             phase=self._clock.phase,
         )
+
+    @property
+    def limit(self) -> Tolerance:
+        """The limits on the gap of the canary. With an engine in 8 bits they are known after the first canary."""
+        return self._pusher.limit
+
+    @property
+    def quantisation(self) -> QuantisationError | None:
+        """What it changes that the engine holds the weights in 8 bits; None: it does not."""
+        return self._pusher.quantisation
+
+    @property
+    def limit_of_tokens(self) -> Tolerance:
+        """The limits on the mean gap of sampled tokens."""
+        return self._pusher.limit_of_tokens
 
     @property
     def probe(self) -> ModuleProbe:
@@ -146,30 +163,15 @@ class Proofs:
                     max_abs=entry.get("max_abs_gap", 0.0),
                 )
             )
-        proof = self.prove_engine(step)
-        assert proof.canary is not None
-        probed, settings = proof.probe, self._engine.settings()
-        name, error = probed.worst
-        self._receipt.append(
-            {
-                "kind": "start",
-                "step": step,
-                "version": step,
-                "engine": {key: str(value) for key, value in asdict(settings).items()},
-                "trainer": {"compute": str(self.precision.dtype_of(self._model))},
-                "temperature": self._config.temperature,
-                "limits": {
-                    **asdict(self.limit),
-                    "max": self.limit.largest(proof.canary.tokens),
-                    "module_probe": probed.limit,
-                },
-                "modules": {"probed": probed.modules, "unreached": list(probed.unreached)},
-                "worst_module": {"name": name, "error": error},
-                "canary": _figures(proof.canary),
-                "inputs": inputs,
-                **({"servers": list(self._engine.members)} if isinstance(self._engine, VLLMServer) else {}),
-            }
-        )
+        self.prove_engine(step)
+        servers = {"servers": list(self._engine.members)} if isinstance(self._engine, VLLMServer) else {}
+        more = {
+            "trainer": {"compute": str(self.precision.dtype_of(self._model))},
+            "temperature": self._config.temperature,
+            "inputs": inputs,
+            **servers,
+        }
+        self._receipt.append(start_line(step, self._pusher, self._engine.settings(), more))
 
     def prove_engine(self, version: int) -> PushProof:
         """Push the weights, probe every module and score the canary. This comes before the engine samples anything.
@@ -178,7 +180,10 @@ class Proofs:
             ProofError: the push, a module or the canary fails.
         """
         self._pusher.distrust()
-        return self._pusher.push(version, canary=True)
+        proof = self._pusher.push(version, canary=True)
+        self._pusher.sample_canary(self.distribution, version)
+        self._tail.outer = self._pusher.limit_of_tokens
+        return proof
 
     def prove_joining(self, engine: Engine, version: int) -> PushProof:
         """Prove another engine as `prove_engine` proves the run's own, before its servers join.
@@ -302,6 +307,8 @@ class Proofs:
         """
         with self._clock.phase("verify"):
             check_count(gap, sampled, version)
+            if gap.tokens:
+                self._measure_quantisation(completions, version)
             limit = self._tail.limit
             self._check_limits(self._pool.add(gap, limit) if self._config.max_staleness else gap, completions, version)
             self.kept_sets = kept_sets
@@ -332,9 +339,19 @@ class Proofs:
                 self._evaluated.check(version, draws)
 
     def _check_limits(self, gap: GapStats, completions: Sequence[Completion], version: int) -> None:
+        if over_limits(gap, self._tail.limit):
+            # The limits of an engine in 8 bits are those of other tokens, unless these tokens were measured.
+            self._measure_quantisation(sorted(completions, key=lambda c: str(c.key) != gap.worst), version, always=True)
         limit = self._tail.limit
         if over_limits(gap, limit):
             raise self._explained.error(gap, limit, completions, version)
+
+    def _measure_quantisation(self, completions: Sequence[Completion], version: int, *, always: bool = False) -> None:
+        """Measure what an engine in 8 bits changes on these tokens, if it is due or `always`, and set the limits that follow."""
+        found = self._pusher.quantisation
+        if found is not None and (always or found.is_due(version)):
+            found.measure(completions, version, self.distribution, regular=not always)
+        self._tail.outer = self._pusher.limit_of_tokens
 
     def check_draws(self, draws: DrawStats, version: int) -> None:
         """Bet on a generation's tokens. Further calls for the same version do nothing.
@@ -351,6 +368,8 @@ class Proofs:
         """Metrics of the last push, and of the last generation's proofs."""
         kept = self.kept_sets.metrics() if self.distribution.sampling.is_filtered else {}
         pushed = {} if self._pusher.proof is None else self._pusher.proof.push.metrics()
+        if self._pusher.quantisation is not None:
+            pushed |= self._pusher.quantisation.metrics()
         return pushed | kept | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
 
     def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
@@ -362,39 +381,16 @@ class Proofs:
             aside: how many of them are left aside, because nothing is learned from them and their group was not drawn.
         """
         assert self._receipt is not None
-        assert self._pusher.proof is not None
-        push, probed = self._pusher.proof.push, self._pusher.proof.probe
-        name, error = probed.worst
-        self._receipt.append(
-            {
-                "kind": "step",
-                "step": step,
-                "version": version,
-                "digest": push.digest,
-                "tensors": push.tensors,
-                "modules_probed": probed.modules,
-                "worst_module": {"name": name, "error": error},
-                "sampled_tokens": sampled,
-                "aside_tokens": aside,
-                "checked_tokens": gap.tokens,
-                **self._of_staleness(sampled - aside - gap.tokens),
-                "sum_abs_gap": gap.sum_abs,
-                "max_abs_gap": gap.max_abs,
-                "max_allowed": self._tail.limit.largest(gap.tokens),
-                "sum_k3": gap.sum_k3,
-                "sum_cubes": gap.sum_cubes,
-                "sum_fourths": gap.sum_fourths,
-                "worst_request": gap.worst,
-                "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
-            }
-        )
+        more = {
+            "sampled_tokens": sampled,
+            "aside_tokens": aside,
+            **self._of_staleness(sampled - aside - gap.tokens),
+            "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
+        }
+        self._receipt.append(step_line(step, version, self._pusher, gap, self._tail.limit, more))
         self._tail.passed(gap)
 
     def _of_staleness(self, stale: int) -> dict[str, Any]:
         """The receipt's fields about stale tokens; empty for a run that has none."""
         found = self._ahead.figures()
-        return {"stale_tokens": stale, **{name: _figures(gap) for name, gap in found.items()}} if found else {}
-
-
-def _figures(gap: GapStats) -> dict[str, float]:
-    return {"tokens": gap.tokens, "mean_abs_gap": gap.mean_abs, "max_abs_gap": gap.max_abs, "k3": gap.k3}
+        return {"stale_tokens": stale, **{name: figures(gap) for name, gap in found.items()}} if found else {}
