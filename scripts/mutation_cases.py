@@ -74,14 +74,14 @@ DRIVER = ("rollouts/driver.py", "tests/rollouts/test_driver.py")
 INBOX = ("engines/inbox.py", "tests/rollouts/test_driver.py")
 BRANCHES = ("training/batch/branches.py", "tests/training/test_branches.py")
 TREES = ("training/step/generation.py", "tests/training/test_branches.py")
-FILTER_FIELDS = ("training/config/filter_fields.py", "tests/training/test_filter_fields.py")
+FILTER_FIELDS = ("training/config/fields/filters.py", "tests/training/test_filter_fields.py")
 BAD_WORDS = ("training/config/sampling.py", "tests/training/test_filter_fields.py")
 LET_SLEEP = ("sync/push.py", "tests/sync/test_let_sleep.py")
 HELD = ("engines/held.py", "tests/sync/test_let_sleep.py")
 WORKER_START = "tests/engines/test_worker_start.py"
 WORKERS = ("engines/vllm/workers/start.py", WORKER_START)
 BESIDE_RANKS = ("training/generate/engine.py", WORKER_START)
-COLOCATED = ("training/config/colocate_fields.py", WORKER_START)
+COLOCATED = ("training/config/fields/colocate.py", WORKER_START)
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
 LIVE = ("sync/live.py", "tests/sync/test_live.py")
 CHANGES = "tests/sync/test_changes.py"
@@ -1176,7 +1176,7 @@ MUTATIONS = [
     ),
     Mutation(
         "two fields that name the servers",
-        "training/config/online_config.py",
+        "training/config/fields/servers.py",
         "elif self.vllm_server_base_url is not None:",
         "elif False:",
         "tests/server/test_url_file.py",
@@ -1729,7 +1729,7 @@ MUTATIONS = [
     ),
     Mutation(
         "greedy decoding is scored as sampling from the whole distribution",
-        "training/config/filter_fields.py",
+        "training/config/fields/filters.py",
         '"top_k": 1 if self.is_greedy else int(self.top_k)',
         '"top_k": int(self.top_k)',
         "tests/training/test_filter_fields.py",

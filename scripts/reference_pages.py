@@ -20,7 +20,7 @@ from typing import Any
 
 from lockstep.cli.fields.description import FIELDS_FILE
 from lockstep.cli.fields.groups import GROUPS, OTHERS
-from lockstep.training.config.trl_fields import ONE_VALUE, UNSUPPORTED, WITHOUT_EFFECT
+from lockstep.training.config.fields.trl import ONE_VALUE, UNSUPPORTED, WITHOUT_EFFECT
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"

@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainingArguments
 
 import lockstep
-from lockstep.training.config.trl_fields import ONE_VALUE, WITHOUT_EFFECT
+from lockstep.training.config.fields.trl import ONE_VALUE, WITHOUT_EFFECT
 from lockstep.training.trainers.online import OnlineTrainer
 
 TRAINERS = [name for name in lockstep.__all__ if name.endswith("Trainer")]

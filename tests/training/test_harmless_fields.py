@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lockstep import GRPOConfig
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.training.config.trl_fields import WITHOUT_EFFECT
+from lockstep.training.config.fields.trl import WITHOUT_EFFECT
 
 EVERY_TWO: dict[str, Any] = {**GROUPS, "save_strategy": "steps", "save_steps": 2}
 

@@ -11,7 +11,7 @@ import shlex
 from lockstep.cli.fields.description import fields_of
 from lockstep.cli.fields.recipes import recipe_names
 from lockstep.cli.words import WordParser
-from lockstep.training.config.trl_fields import ONE_VALUE, UNSUPPORTED, WITHOUT_EFFECT
+from lockstep.training.config.fields.trl import ONE_VALUE, UNSUPPORTED, WITHOUT_EFFECT
 
 # Commands without fields, with their options.
 _OWN = {

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from lockstep.cli.fields.arguments import RunArguments
 from lockstep.errors import InputError
-from lockstep.training.config.trl_fields import doc
+from lockstep.training.config.fields.trl import doc
 
 
 @dataclasses.dataclass

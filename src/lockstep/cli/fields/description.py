@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from lockstep.cli.fields.groups import COMMON, GROUPS, OTHERS
 from lockstep.cli.fields.recipes import recipe_names
 from lockstep.errors import InputError
-from lockstep.training.config.trl_fields import (
+from lockstep.training.config.fields.trl import (
     ONE_VALUE,
     UNSUPPORTED,
     WITHOUT_EFFECT,

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from transformers import TrainingArguments
 
-from lockstep.training.config.trl_fields import ONE_VALUE, WITHOUT_EFFECT
+from lockstep.training.config.fields.trl import ONE_VALUE, WITHOUT_EFFECT
 
 Config = TypeVar("Config")
 _WIDTH = 110

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lockstep.errors import InputError
+from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.config.trl_fields import doc
 
 
 @dataclass

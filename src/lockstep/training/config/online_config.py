@@ -14,30 +14,29 @@ import torch
 from transformers import TrainingArguments
 
 from lockstep.algorithms.corrections import CorrectionMode
-from lockstep.engines.http.server_calls import check_urls, server_urls, urls_of_file
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS
 from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
 from lockstep.parity.rescoring import Precision
 from lockstep.shards.settings import take_settings
-from lockstep.sync.wire.transport import check_transport
-from lockstep.training.config.agent_fields import AgentFields
 from lockstep.training.config.checks import check_fields
-from lockstep.training.config.colocate_fields import ColocateFields
 from lockstep.training.config.contradictions import (
     check_best_model,
     check_corrections,
     check_quantised_sampling,
     check_staleness,
 )
-from lockstep.training.config.filter_fields import FilterFields
-from lockstep.training.config.image_fields import ImageFields
-from lockstep.training.config.interruption_fields import InterruptionFields
-from lockstep.training.config.log_fields import LogFields
+from lockstep.training.config.fields.agents import AgentFields
+from lockstep.training.config.fields.colocate import ColocateFields
+from lockstep.training.config.fields.filters import FilterFields
+from lockstep.training.config.fields.images import ImageFields
+from lockstep.training.config.fields.interruptions import InterruptionFields
+from lockstep.training.config.fields.logs import LogFields
+from lockstep.training.config.fields.servers import ServerFields
+from lockstep.training.config.fields.tools import ToolFields
+from lockstep.training.config.fields.trl import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
 from lockstep.training.config.precision import has_fast_bf16, usual_token_budget
-from lockstep.training.config.tool_fields import ToolFields
-from lockstep.training.config.trl_fields import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
 
 
 @dataclass
@@ -49,6 +48,7 @@ class OnlineConfig(
     ToolFields,
     InterruptionFields,
     LogFields,
+    ServerFields,
     OneValueFields,
     TrainingArguments,
 ):
@@ -125,56 +125,11 @@ class OnlineConfig(
     use_vllm: bool | None = field(
         default=None, metadata=doc("vLLM (true) or transformers (false) generates. Default: vLLM if it is installed.")
     )
-    vllm_mode: Literal["colocate", "server"] = field(
-        default="colocate", metadata=doc("vLLM in this process, or running servers ('lockstep serve').")
-    )
-    vllm_server_base_url: str | None = field(
-        default=None, metadata=doc("URL of the server, or several separated by commas. Setting it implies server mode.")
-    )
-    vllm_server_url_file: str | None = field(
-        default=None,
-        metadata=doc(
-            "Text file with the base URL of a server per line, instead of vllm_server_base_url. It is read again before every "
-            "generation, so that servers can join and leave."
-        ),
-    )
-    vllm_server_host: str = field(
-        default="0.0.0.0", metadata=doc("The server's host, if no URL is given; 0.0.0.0: this machine.")
-    )
-    vllm_server_port: int = field(default=8000, metadata=doc("The server's port, if no URL is given."))
-    vllm_server_key_file: str | None = field(
-        default=None,
-        metadata=doc("File with the server's key. Default: LOCKSTEP_SERVER_KEY, or the key that a server here saved."),
-    )
-    vllm_weight_transport: str = field(
-        default="auto",
-        metadata=doc(
-            "shared_memory, gloo, nccl (GPU to GPU, not run on a GPU yet), or auto: the fastest of the first two."
-        ),
-    )
-    vllm_weight_deltas: bool = field(
-        default=True,
-        metadata=doc(
-            "Over gloo, send bf16 servers only the elements of the weights that changed. The trainer and each worker then keep "
-            "a copy of the weights in main memory, if there is room."
-        ),
-    )
-    vllm_group_host: str = field(
-        default="127.0.0.1",
-        metadata=doc("This machine's address as other machines' servers reach it; the trainer listens there."),
-    )
-    vllm_group_port: int = field(
-        default=0, metadata=doc("Port on which workers meet the trainer. Default: a free one.")
-    )
     vllm_gpu_memory_utilization: float = field(default=0.3, metadata=doc("Share of a GPU's memory for vLLM."))
     vllm_max_model_length: int | None = field(
         default=None, metadata=doc("Engine context. Default: the longest prompt plus max_completion_length.")
     )
     vllm_max_num_seqs: int = field(default=64, metadata=doc("Largest number of sequences that are decoded together."))
-    vllm_server_timeout: float = field(
-        default=240.0,
-        metadata=doc("Seconds for one call or the wait for a server; a generation may take 2.5 times as long."),
-    )
     max_staleness: int = field(
         default=0,
         metadata=doc(
@@ -261,7 +216,7 @@ class OnlineConfig(
         self._refuse_unsupported()
         self.drop_what_has_no_effect(owner=self.process_index == 0)
         self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config, use_cpu=self.use_cpu)
-        self._check_server()
+        self._check_engine()
         check_corrections(self)
         self.check_images()
         self.size_generation()
@@ -391,33 +346,14 @@ class OnlineConfig(
                 raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
         check_init_kwargs(self.model_init_kwargs or {})  # type: ignore[arg-type]
 
-    @property
-    def generation_timeout(self) -> float:
-        """Seconds that the engine may take for one request, and that it waits for a request. With TRL's default of
-        `vllm_server_timeout`, which is meant for a server's start, long completions on a CPU would be cut off."""
-        return 2.5 * self.vllm_server_timeout
-
-    @property
-    def server_urls(self) -> list[str]:
-        """Base URL of each server, in server mode. They are those that the file has now.
-
-        Raises:
-            InputError: the file cannot be read, or has something other than URLs.
-        """
-        if self.vllm_server_url_file is not None:
-            return urls_of_file("vllm_server_url_file", self.vllm_server_url_file)
-        return server_urls(self.vllm_server_base_url, self.vllm_server_host, self.vllm_server_port)
-
-    def _check_server(self) -> None:
-        if self.vllm_mode not in ("colocate", "server"):
-            raise InputError(f"vllm_mode={self.vllm_mode!r}; it must be colocate or server")
+    def _check_engine(self) -> None:
+        server, owner = self.vllm_mode == "server", self.process_index == 0
+        self.check_servers(owner=owner)
+        self.check_colocated(server=server, use_vllm=self.use_vllm, owner=owner)
         if self.vllm_model_impl not in MODEL_IMPLEMENTATIONS:
             raise InputError(f"vllm_model_impl={self.vllm_model_impl!r}; it must be {', '.join(MODEL_IMPLEMENTATIONS)}")
-        check_transport(self.vllm_weight_transport)
         if self.vllm_enable_lora and self.use_vllm is False:
             raise InputError("vllm_enable_lora needs vLLM, and use_vllm is false; leave one of the two out")
-        server, owner = self.vllm_mode == "server", self.process_index == 0
-        self.check_colocated(server=server, use_vllm=self.use_vllm, owner=owner)
         if not server:
             return
         if self.use_vllm is False:
@@ -428,12 +364,3 @@ class OnlineConfig(
             raise InputError(
                 "vllm_model_impl is for vLLM in this process; give --model-impl to 'lockstep serve' instead"
             )
-        if self.vllm_server_url_file is None:
-            check_urls("vllm_server_base_url", self.server_urls)
-        elif self.vllm_server_base_url is not None:
-            raise InputError(
-                "vllm_server_base_url and vllm_server_url_file both name the servers; leave one of the two out"
-            )
-        elif owner:
-            # The other processes do not use it, and their machines may not have it.
-            urls_of_file("vllm_server_url_file", self.vllm_server_url_file)

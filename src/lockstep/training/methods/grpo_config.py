@@ -10,8 +10,8 @@ from lockstep.algorithms.advantages import ScaleRewards
 from lockstep.algorithms.policy_loss import ImportanceLevel, LossType
 from lockstep.errors import InputError
 from lockstep.training.config.documented import documented
+from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.group_config import GroupConfig
-from lockstep.training.config.trl_fields import doc
 
 _logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import filled
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.documented import documented
+from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.config.trl_fields import doc
 from lockstep.training.methods.objective import Objective, TokenBatch
 
 

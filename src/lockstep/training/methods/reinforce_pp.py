@@ -26,8 +26,8 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import cut, reals
 from lockstep.training.batch.sequence import TrainingSequence, column
 from lockstep.training.config.documented import documented
+from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.group_config import GroupConfig
-from lockstep.training.config.trl_fields import doc
 from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens
 
 

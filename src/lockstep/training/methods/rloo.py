@@ -19,8 +19,8 @@ from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.documented import documented
+from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.group_config import GroupConfig
-from lockstep.training.config.trl_fields import doc
 from lockstep.training.methods.objective import Objective, TokenBatch, note_clipping, with_one_advantage
 
 

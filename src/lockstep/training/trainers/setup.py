@@ -19,7 +19,7 @@ from lockstep.models.loaded_checks import check_finite
 from lockstep.models.policy import context_length
 from lockstep.models.routers import has_routers
 from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.training.config.filter_fields import FilterFields
+from lockstep.training.config.fields.filters import FilterFields
 from lockstep.training.forward.routing import check_routers
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows
 from lockstep.training.generate.rollouts.tools import RolloutTools

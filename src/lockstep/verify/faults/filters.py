@@ -20,7 +20,7 @@ from lockstep.engines.filters.distribution import Grammar
 from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
 from lockstep.tokens.arrays import small_ids, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
-from lockstep.training.config.filter_fields import FilterFields
+from lockstep.training.config.fields.filters import FilterFields
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.verify.faults.seams import Fault, Patch, answers_become, is_vllm, requests_become, user_asks

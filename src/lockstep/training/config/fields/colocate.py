@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lockstep.engines.vllm.sleep import SleepLevel
 from lockstep.errors import InputError
-from lockstep.training.config.trl_fields import doc
+from lockstep.training.config.fields.trl import doc
 
 _logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.errors import InputError
 from lockstep.training.config.checks import Bounds, check_bounds
-from lockstep.training.config.trl_fields import doc
+from lockstep.training.config.fields.trl import doc
 
 if TYPE_CHECKING:
     pass

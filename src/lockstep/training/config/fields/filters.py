@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.engines.filters.distribution import Grammar, Sampling
 from lockstep.engines.filters.grammars import check_grammar
 from lockstep.errors import InputError
-from lockstep.training.config.trl_fields import doc
+from lockstep.training.config.fields.trl import doc
 
 _logger = logging.getLogger(__name__)
 

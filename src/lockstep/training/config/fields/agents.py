@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lockstep.training.config.trl_fields import doc
+from lockstep.training.config.fields.trl import doc
 
 
 @dataclass

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lockstep.errors import InputError
 from lockstep.images.limits import PictureLimits
 from lockstep.images.urls import ImageUrls
-from lockstep.training.config.trl_fields import doc
+from lockstep.training.config.fields.trl import doc
 
 
 @dataclass

@@ -1,0 +1,105 @@
+"""The fields of vLLM as a server: where servers are, with which key, and how weights reach them.
+
+`training/config/online_config.py` inherits the fields. `training/generate/engine.py` connects to the servers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lockstep.engines.http.server_calls import check_urls, server_urls, urls_of_file
+from lockstep.errors import InputError
+from lockstep.sync.wire.transport import check_transport
+from lockstep.training.config.fields.trl import doc
+
+
+@dataclass
+class ServerFields:
+    """The fields of servers."""
+
+    vllm_mode: Literal["colocate", "server"] = field(
+        default="colocate", metadata=doc("vLLM in this process, or running servers ('lockstep serve').")
+    )
+    vllm_server_base_url: str | None = field(
+        default=None, metadata=doc("URL of the server, or several separated by commas. Setting it implies server mode.")
+    )
+    vllm_server_url_file: str | None = field(
+        default=None,
+        metadata=doc(
+            "Text file with the base URL of a server per line, instead of vllm_server_base_url. It is read again before every "
+            "generation, so that servers can join and leave."
+        ),
+    )
+    vllm_server_host: str = field(
+        default="0.0.0.0", metadata=doc("The server's host, if no URL is given; 0.0.0.0: this machine.")
+    )
+    vllm_server_port: int = field(default=8000, metadata=doc("The server's port, if no URL is given."))
+    vllm_server_key_file: str | None = field(
+        default=None,
+        metadata=doc("File with the server's key. Default: LOCKSTEP_SERVER_KEY, or the key that a server here saved."),
+    )
+    vllm_weight_transport: str = field(
+        default="auto",
+        metadata=doc(
+            "shared_memory, gloo, nccl (GPU to GPU, not run on a GPU yet), or auto: the fastest of the first two."
+        ),
+    )
+    vllm_weight_deltas: bool = field(
+        default=True,
+        metadata=doc(
+            "Over gloo, send bf16 servers only the elements of the weights that changed. The trainer and each worker then keep "
+            "a copy of the weights in main memory, if there is room."
+        ),
+    )
+    vllm_group_host: str = field(
+        default="127.0.0.1",
+        metadata=doc("This machine's address as other machines' servers reach it; the trainer listens there."),
+    )
+    vllm_group_port: int = field(
+        default=0, metadata=doc("Port on which workers meet the trainer. Default: a free one.")
+    )
+    vllm_server_timeout: float = field(
+        default=240.0,
+        metadata=doc("Seconds for one call or the wait for a server; a generation may take 2.5 times as long."),
+    )
+
+    @property
+    def generation_timeout(self) -> float:
+        """Seconds that the engine may take for one request, and that it waits for a request. With TRL's default of
+        `vllm_server_timeout`, which is meant for a server's start, long completions on a CPU would be cut off."""
+        return 2.5 * self.vllm_server_timeout
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Base URL of each server, in server mode. They are those that the file has now.
+
+        Raises:
+            InputError: the file cannot be read, or has something other than URLs.
+        """
+        if self.vllm_server_url_file is not None:
+            return urls_of_file("vllm_server_url_file", self.vllm_server_url_file)
+        return server_urls(self.vllm_server_base_url, self.vllm_server_host, self.vllm_server_port)
+
+    def check_servers(self, *, owner: bool) -> None:
+        """Check the fields.
+
+        Args:
+            owner: whether this process reads the file of URLs. The machines of other processes may not have it.
+
+        Raises:
+            InputError: a field has an unknown value, or the servers are not named by URLs.
+        """
+        if self.vllm_mode not in ("colocate", "server"):
+            raise InputError(f"vllm_mode={self.vllm_mode!r}; it must be colocate or server")
+        check_transport(self.vllm_weight_transport)
+        if self.vllm_mode == "colocate":
+            return
+        if self.vllm_server_url_file is None:
+            check_urls("vllm_server_base_url", self.server_urls)
+        elif self.vllm_server_base_url is not None:
+            raise InputError(
+                "vllm_server_base_url and vllm_server_url_file both name the servers; leave one of the two out"
+            )
+        elif owner:
+            urls_of_file("vllm_server_url_file", self.vllm_server_url_file)
