@@ -2554,6 +2554,27 @@ MUTATIONS = [
         "tests/engines/test_vllm_eager.py::test_ranks_are_those_that_vllm_counts",
     ),
     Mutation(
+        "an engine on a CPU does not ask for the norms' kernels",
+        "engines/vllm/arguments.py",
+        '"rms_norm": [CPU_NORMS], ',
+        "",
+        "tests/engines/test_vllm_norms.py",
+    ),
+    Mutation(
+        "a norm over a part of its input goes to the kernel",
+        "engines/vllm/norms.py",
+        "return variance_size is None and",
+        "return True and",
+        "tests/engines/test_vllm_norms.py",
+    ),
+    Mutation(
+        "a norm reads rows that do not follow each other as if they did",
+        "engines/vllm/norms.py",
+        "    x = x.contiguous()\n",
+        "",
+        "tests/engines/test_vllm_norms.py",
+    ),
+    Mutation(
         "the canary casts every weight for every sequence",
         "parity/canary.py",
         "    with casting_once(model, precision):",

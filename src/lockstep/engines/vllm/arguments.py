@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.engines.tensor_specs import dtype_name
+from lockstep.engines.vllm.norms import CPU_NORMS
 from lockstep.errors import InputError
 
 # The names under which vLLM finds our weight transfers (`sync/vllm/plugin.py`) and our extension of its workers.
@@ -97,6 +98,7 @@ def engine_arguments(
     }
     if not torch.cuda.is_available():
         arguments["block_size"] = _CPU_BLOCK
+        arguments["ir_op_priority"] = {"rms_norm": [CPU_NORMS], "fused_add_rms_norm": [CPU_NORMS]}
     if fp32_head:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if quantization is not None:

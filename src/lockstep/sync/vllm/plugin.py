@@ -7,6 +7,7 @@ import torch
 
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
 from lockstep.engines.vllm.kept_ids import carry_kept_ids
+from lockstep.engines.vllm.norms import register_norms
 from lockstep.engines.vllm.workers.environment import end_with_trainer
 
 Result = TypeVar("Result")
@@ -18,9 +19,9 @@ def _run_in_this_process(function: Callable[[], Result]) -> Result:
 
 
 def register() -> None:
-    """Register our weight-transfer backends with vLLM, and make vLLM pass on the kept ids. vLLM may call this several times.
+    """Register our weight-transfer backends and norms with vLLM, and make vLLM pass on the kept ids.
 
-    In a worker process beside a trainer, also let the process end when the trainer dies.
+    vLLM may call this several times. In a worker process beside a trainer, also let the process end when the trainer dies.
     """
     end_with_trainer()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -39,3 +40,4 @@ def register() -> None:
         if backend not in WeightTransferEngineFactory._registry:
             WeightTransferEngineFactory.register_engine(backend, "lockstep.sync.vllm.backend", name)
     carry_kept_ids()
+    register_norms()
