@@ -327,7 +327,8 @@ def test_the_workers_end_with_a_trainer_that_is_killed_or_forgets_to_close(
     end: str, untied_dir: str, tmp_path: Path
 ) -> None:
     script, log = tmp_path / "trainer.py", tmp_path / "log"
-    script.write_text(TRAINER.format(path=sys.path[:6], model=untied_dir))
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "training")]
+    script.write_text(TRAINER.format(path=folders, model=untied_dir))
     with log.open("w") as file:
         trainer = subprocess.Popen([sys.executable, str(script), end], stdout=file, stderr=file)
     try:
