@@ -153,7 +153,10 @@ class Driver:
 
     def _settle(self) -> None:
         """Wait until every program has reacted to its answer, if it waits for nothing but the engine and quick tools."""
-        self._loop.start(_reactions(self._settled), lambda none: none).wait(_SETTLING)
+        reactions = self._loop.start(_reactions(self._settled), lambda none: none)
+        reactions.wait(_SETTLING)
+        if reactions.done():
+            reactions.result()
 
     def close(self) -> None:
         """End the thread of the programs. May be called twice."""
