@@ -29,11 +29,11 @@ def calls() -> Iterator[ToolCalls]:
     made.close()
 
 
-# Turns of the event loop between the end of a call and the look of the driver. After the last number a rollout has gone on.
-@pytest.mark.parametrize("turns", range(12))
+# Passes of the event loop between the end of a call and the look of the driver. After the last number a rollout has gone on.
+@pytest.mark.parametrize("passes", range(12))
 @pytest.mark.parametrize("owner", ["rollout", "environment"])
 def test_a_call_is_open_until_its_rollout_has_gone_on_whenever_the_driver_looks(
-    owner: str, turns: int, calls: ToolCalls, monkeypatch: pytest.MonkeyPatch
+    owner: str, passes: int, calls: ToolCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = asyncio.Event()
 
@@ -57,7 +57,7 @@ def test_a_call_is_open_until_its_rollout_has_gone_on_whenever_the_driver_looks(
         for _ in range(8):
             await asyncio.sleep(0)
         may_end.set()
-        for _ in range(turns):
+        for _ in range(passes):
             await asyncio.sleep(0)
         while await calls.settled():
             pass

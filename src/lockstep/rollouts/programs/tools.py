@@ -182,10 +182,10 @@ class ToolCalls:
 
     @contextmanager
     def _counted(self, calls: dict[asyncio.Task[Any], str]) -> Iterator[None]:
-        """Count the calls of a turn as open until the coroutine that awaits them goes on, in that very step of the event loop.
+        """Count the calls of a turn as open until the coroutine that awaits them goes on.
 
-        Between the end of a call and this step the loop makes further turns. If the calls were not counted meanwhile, `settled`
-        could miss a rollout whose next request is still to come.
+        A call ends some passes of the event loop before this coroutine goes on. If the call did not count as open meanwhile,
+        `settled` could miss a rollout whose next request is still to come.
         """
         self._open.append(calls)
         try:
