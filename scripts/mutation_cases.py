@@ -1526,7 +1526,26 @@ MUTATIONS = [
     _of(WORKERS, "more workers than GPUs", "< tensor * stages:", "< 0:"),
     _of(BESIDE_RANKS, "vLLM's model in one of several trainer processes", "if workers == 1:", "if workers == 0:"),
     _of(COLOCATED, "a split engine without vLLM", "if is_set and use_vllm is False:", "if False:"),
-    _of(TOOLS, "a tool may take for ever", "return await task\n", "return await asyncio.sleep(0, None)\n"),
+    _of(
+        TOOLS,
+        "a tool may take for ever",
+        "return await in_thread(lambda: function(**given), self.timeout)",
+        "return await asyncio.sleep(0, None)",
+    ),
+    Mutation(
+        "the driver misses a rollout that has yet to go on after a call",
+        "rollouts/programs/tools.py",
+        "t for t in self._open if all(",
+        "t for t in self._open if any(not task.done() for task in t) and all(",
+        "tests/rollouts/test_settled.py",
+    ),
+    Mutation(
+        "an error in the wait for tools is dropped",
+        "rollouts/driver.py",
+        "            reactions.result()\n",
+        "            pass\n",
+        "tests/rollouts/test_settled.py",
+    ),
     _of(TOOLS, "a call without a tool", "if tool is None:", "if False:"),
     _of(
         TOOLS,

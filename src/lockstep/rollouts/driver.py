@@ -152,8 +152,14 @@ class Driver:
         return running
 
     def _settle(self) -> None:
-        """Wait until every program has reacted to its answer, if it waits for nothing but the engine and quick tools."""
-        self._loop.start(_reactions(self._settled), lambda none: none).wait(_SETTLING)
+        """Wait until every program has reacted to its answer, if it waits for nothing but the engine and quick tools.
+
+        An error of this wait is raised. If the time limit passes, the engine goes on.
+        """
+        reactions = self._loop.start(_reactions(self._settled), lambda none: none)
+        reactions.wait(_SETTLING)
+        if reactions.done():
+            reactions.result()
 
     def close(self) -> None:
         """End the thread of the programs. May be called twice."""

@@ -10,7 +10,8 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -125,8 +126,9 @@ class ToolCalls:
         self.timeout = timeout
         self.process: Process = shows_no_images
         self.loop = LoopThread()
-        # The calls that run now, with the names of their functions, and the functions that took long.
-        self._open: dict[asyncio.Task[Any], str] = {}
+        # The turns whose rollouts wait for calls: these calls, ended ones too, with the names of their functions.
+        self._open: list[dict[asyncio.Task[Any], str]] = []
+        # The functions that took long.
         self._slow: set[str] = set()
         # Seconds that the driver has waited for the calls of each function, and the number of these calls.
         self._waited: dict[str, tuple[float, int]] = {}
@@ -145,8 +147,14 @@ class ToolCalls:
             ProofError: a result belongs to another call.
         """
         tickets = [f"call {number} of {turn}" for number in range(len(calls))]
-        asked = zip(calls, tickets, strict=True)
-        found = await asyncio.gather(*(self._one(tools, name, given, ticket) for (name, given), ticket in asked))
+        turn_calls = {
+            asyncio.ensure_future(self._one(tools, name, given, ticket)): _name_of(tools[name].function)
+            if name in tools
+            else ""
+            for (name, given), ticket in zip(calls, tickets, strict=True)
+        }
+        with self._counted(turn_calls):
+            found = await asyncio.gather(*turn_calls)
         for result, ticket in zip(found, tickets, strict=True):
             if result.ticket != ticket:
                 raise ProofError(
@@ -168,29 +176,45 @@ class ToolCalls:
             TookTooLong: it did not come within the time limit.
             Raised: the function raised an error.
         """
-        if is_coroutine_function(function):
-            running = self.loop.run(lambda: function(**given), self.timeout)
-        elif worker is not None:
-            running = worker.run(lambda: function(**given), self.timeout)
-        else:
-            running = in_thread(lambda: function(**given), self.timeout)
-        task = asyncio.ensure_future(running)
-        self._open[task] = getattr(function, "__qualname__", repr(function))
-        try:
+        task = asyncio.ensure_future(self._result(function, given, worker))
+        with self._counted({task: _name_of(function)}):
             return await task
+
+    @contextmanager
+    def _counted(self, calls: dict[asyncio.Task[Any], str]) -> Iterator[None]:
+        """Count the calls of a turn as open until the coroutine that awaits them goes on.
+
+        A call ends some passes of the event loop before this coroutine goes on. If the call did not count as open meanwhile,
+        `settled` could miss a rollout whose next request is still to come.
+        """
+        self._open.append(calls)
+        try:
+            yield
         finally:
-            self._open.pop(task, None)
+            self._open.remove(calls)
+
+    async def _result(self, function: Callable[..., Any], given: Mapping[str, Any], worker: Worker | None) -> Any:
+        if is_coroutine_function(function):
+            return await self.loop.run(lambda: function(**given), self.timeout)
+        if worker is not None:
+            return await worker.run(lambda: function(**given), self.timeout)
+        return await in_thread(lambda: function(**given), self.timeout)
 
     async def settled(self) -> bool:
-        """Wait until no call of a quick function runs. Returns whether it has waited.
+        """Wait for calls of quick functions. False: no rollout waits for such a call, or has yet to go on after one.
 
         The driver calls it between two steps of the engine, so that quick calls do not make batches depend on threads: a run with
         quick tools can be repeated exactly. The engine stands still meanwhile. Therefore a function is not waited for again after
         one call took longer than 0.3 s, or after the waits were longer than 10 ms per call and 0.5 s in all.
         """
-        quick = {task: name for task, name in self._open.items() if name not in self._slow}
-        if not quick:
+        # A turn with a slow call goes on when that call ends: nobody waits for its quick calls.
+        turns = [t for t in self._open if all(task.done() or name not in self._slow for task, name in t.items())]
+        if not turns:
             return False
+        quick = {task: name for turn in turns for task, name in turn.items() if not task.done()}
+        if not quick:
+            await asyncio.sleep(0)
+            return True
         begun, ends = time.monotonic(), dict[Any, float]()
         for task in quick:
             task.add_done_callback(lambda task: ends.setdefault(task, time.monotonic()))
@@ -217,7 +241,7 @@ class ToolCalls:
         except TypeError as error:
             return failed_call(name, str(error), ticket=ticket)
         try:
-            content, done = await self.call(self._answering(tool.function, ticket), given, tool.worker)
+            content, done = await self._result(self._answering(tool.function, ticket), given, tool.worker)
         except (TookTooLong, Raised) as error:
             return failed_call(name, str(error), error=error, ticket=ticket)
         return ToolResult(name, content, ticket=done)
@@ -238,3 +262,7 @@ def failed_call(name: str, why: str, error: LockstepError | None = None, ticket:
     said = " ".join(printable(why).split())
     text = json.dumps({"error": said[:_LONGEST_ERROR]}, ensure_ascii=False)
     return ToolResult(name, Content((text,)), True, error, ticket)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
