@@ -86,44 +86,61 @@ def forward(model: PreTrainedModel, pack: Pack) -> torch.Tensor:
     return (logps * torch.linspace(-1, 1, len(logps))).sum()
 
 
+def bytes_of(model: torch.nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def layer_bytes(model: PreTrainedModel, pack: Pack) -> float:
+    """What a layer keeps of this pack if it keeps everything, as it was measured."""
+    return max(recomputation._KEPT_BYTES.values(), default=0) * pack.input_ids.numel()
+
+
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch recomputation off: forwards keep everything."""
     monkeypatch.setattr(recomputation, "_outermost", lambda model: iter(()))
 
 
-def prepared(build: Build) -> tuple[PreTrainedModel, Pack]:
+def prepared(build: Build, monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, Pack]:
+    """A model that has no room for layers that keep everything, and a pack. What its layers keep was measured before."""
     model = build().train()
     adopt_tree_attention(causal_model(model))
-    return model, pack_for(model)
+    pack = pack_for(model)
+    forward(model, pack)
+    monkeypatch.setattr(recomputation, "WEIGHTS_OF_ROOM", 0)
+    return model, pack
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16 autocast"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_are_the_same_to_the_bit(kind: str, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, pack = prepared(MODELS[kind])
+    monkeypatch.setattr(recomputation, "_KEPT_BYTES", {})
+    model, pack = prepared(MODELS[kind], monkeypatch)
     results = []
-    for lean in (True, True, False):
-        if not lean:
+    # The forwards recompute no layer (their memory is measured in this dtype), every layer, some layers, and none.
+    for room in (0, 0, 1.5 * layer_bytes(model, pack) / bytes_of(model), None):
+        if room is None:
             plainly(monkeypatch)
+        else:
+            monkeypatch.setattr(recomputation, "WEIGHTS_OF_ROOM", room)
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             loss = forward(model, pack)
         loss.backward()
         found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         results.append({"loss": loss.detach(), **found})
-    first, again, plain = results
-    assert plain.keys() == first.keys()
+    *others, plain = results
     assert any(bool(value.any()) for name, value in plain.items() if name != "loss")
-    for name, value in plain.items():
-        assert torch.equal(first[name], value), name
-        assert torch.equal(again[name], value), name
+    for other in others:
+        assert plain.keys() == other.keys()
+        for name, value in plain.items():
+            assert torch.equal(other[name], value), name
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_weights_are_cast_once_for_all_packs_and_gradients_are_the_same_to_the_bit(
     checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, pack = prepared(MODELS["llama"])
+    model, pack = prepared(MODELS["llama"], monkeypatch)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model, lambda: torch.autocast("cpu", torch.bfloat16), lambda loss: loss.backward())
@@ -166,13 +183,35 @@ def left_bytes(model: PreTrainedModel, pack: Pack) -> int:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "experts", "adapted"])
 def test_a_forward_leaves_much_less(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, pack = prepared(MODELS[kind])
+    model, pack = prepared(MODELS[kind], monkeypatch)
     # The layers then need most of the memory.
     monkeypatch.setattr(scoring, "token_logps", lambda head, hidden, *a, **k: (hidden.sum(1), hidden.sum(1).detach()))
     lean = left_bytes(model, pack)
     plainly(monkeypatch)
     # Attention itself keeps no scores in either case.
     assert 0 < lean < 0.8 * left_bytes(model, pack)
+
+
+def recomputed_layers(model: PreTrainedModel, pack: Pack) -> int:
+    """How many layers compute their activation a second time for the backward."""
+    with Counting() as counting:
+        forward(model, pack).backward()
+    return counting.calls[ATEN.silu.default] - model.config.num_hidden_layers
+
+
+def test_layers_keep_everything_as_long_as_it_takes_no_more_memory_than_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recomputation, "_KEPT_BYTES", {})
+    model = make_model("llama", num_hidden_layers=5).train()
+    adopt_tree_attention(model)
+    pack = pack_for(model)
+    forward(model, pack)
+    needed = layer_bytes(model, pack)
+    assert recomputed_layers(model, pack) == max(0, 5 - int(bytes_of(model) / needed))
+    for layers in range(6):
+        monkeypatch.setattr(recomputation, "WEIGHTS_OF_ROOM", (layers + 0.5) * needed / bytes_of(model))
+        assert recomputed_layers(model, pack) == 5 - layers
 
 
 class Counting(TorchDispatchMode):
@@ -186,7 +225,7 @@ class Counting(TorchDispatchMode):
 
 
 def test_no_product_and_no_attention_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, pack = prepared(MODELS["llama"])
+    model, pack = prepared(MODELS["llama"], monkeypatch)
     counts = []
     for lean in (True, False):
         if not lean:
@@ -237,9 +276,9 @@ def test_without_gradients_nothing_changes() -> None:
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "adapted"])
 def test_a_users_own_checkpointing_of_the_full_model_gives_the_same_gradients_to_the_bit(
-    kind: str, reentrant: bool
+    kind: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, pack = prepared(MODELS[kind])
+    model, pack = prepared(MODELS[kind], monkeypatch)
     assert (pack.ends is None) == (kind == "without attention")
     results, products = [], []
     for own in (False, True):

@@ -1,13 +1,15 @@
-"""Selective recomputation: a forward keeps each layer's matrix products and attention, and the backward recomputes the rest.
+"""Selective recomputation: in long packs, layers keep only their products and attention, and the backward recomputes the rest.
 
 `training/forward/scoring.py` uses this module. The norms, rotary embeddings, activations and casts of a layer save several copies
-of its hidden states. These copies are most of a step's memory. The backward can recompute them from the matrix products in little
-time. The gradients are bitwise equal. The module is active on a CPU only: its cost on a GPU is not measured, and Liger's kernels
-save less on a GPU anyway.
+of its hidden states. In a long pack these copies are most of a step's memory, and the backward can recompute them from the matrix
+products in little time. The first layers of a forward keep everything, as long as this takes no more memory than the model's
+weights; so a short pack recomputes nothing. The gradients are bitwise equal. The module is active on a CPU only: its cost on a GPU
+is not measured, and Liger's kernels save less on a GPU anyway.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,13 +37,15 @@ _PRODUCTS = {
 }
 # A product over fewer columns, such as the second one of an adapter, is cheap to recompute, and its result is large.
 _THIN = 64
+# The layers that keep everything take at most this many times the memory of the model's weights.
+WEIGHTS_OF_ROOM = 1.0
 # The attributes by which transformers knows whether and how a layer is checkpointed.
 _NAMES = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
 @contextmanager
 def products_kept(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which forwards keep only products and attention for the backward.
+    """A context in which one forward keeps only products and attention for the backward, in the layers that have no room for more.
 
     The backward runs once. It may run after the context has ended. The context changes nothing if the model is not on a CPU or is
     in evaluation mode, if transformers cannot checkpoint its layers, if the user has switched gradient checkpointing on, or if
@@ -57,8 +61,9 @@ def products_kept(model: PreTrainedModel) -> Iterator[None]:
         and not model.is_gradient_checkpointing
     )
     before = [(layer, {n: v for n, v in vars(layer).items() if n in _NAMES}) for layer in _outermost(model) if wanted]
+    room = _Room(WEIGHTS_OF_ROOM * sum(p.numel() * p.element_size() for p in model.parameters()))
     for layer, _ in before:
-        vars(layer).update(zip(_NAMES, (True, partial(_run, layer)), strict=True))
+        vars(layer).update(zip(_NAMES, (True, partial(_run, layer, room)), strict=True))
     try:
         yield
     finally:
@@ -86,15 +91,70 @@ def layers_computed_twice() -> int:
     return len(_CHANGING)
 
 
-def _run(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    if layer not in _CHANGING:
-        kept = _Kept()
-        contexts = partial(create_selective_checkpoint_contexts, kept.policy)
-        result = checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
-        if not kept.changed:
-            return result
-        _CHANGING.add(layer)
-    return forward(*args)
+def _run(layer: torch.nn.Module, room: _Room, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any) -> Any:
+    if layer in _CHANGING or room.takes(layer, hidden):
+        return forward(hidden, *args)
+    kind = _kind(layer, hidden)
+    if kind not in _KEPT_BYTES:
+        with _bytes_kept(layer, _positions(hidden)) as per_position:
+            result = forward(hidden, *args)
+        _KEPT_BYTES[kind] = per_position()
+        return result
+    kept = _Kept()
+    contexts = partial(create_selective_checkpoint_contexts, kept.policy)
+    result = checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=contexts)
+    if not kept.changed:
+        return result
+    _CHANGING.add(layer)
+    return forward(hidden, *args)
+
+
+class _Room:
+    """The memory in which layers of one forward may keep everything.
+
+    Args:
+        size: in bytes.
+    """
+
+    def __init__(self, size: float) -> None:
+        self._left = size
+
+    def takes(self, layer: torch.nn.Module, hidden: torch.Tensor) -> bool:
+        """Whether there is room for a layer with this input. If so, the room is taken."""
+        needed = _KEPT_BYTES.get(_kind(layer, hidden), math.inf) * _positions(hidden)
+        if fits := needed <= self._left:
+            self._left -= needed
+        return fits
+
+
+# What a layer of each kind keeps per position if nothing is recomputed, in bytes. It is measured when a layer first runs.
+_KEPT_BYTES: dict[tuple[object, ...], float] = {}
+
+
+def _kind(layer: torch.nn.Module, hidden: torch.Tensor) -> tuple[object, ...]:
+    autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return type(layer), sum(p.numel() for p in layer.parameters()), hidden.dtype, autocast
+
+
+def _positions(hidden: torch.Tensor) -> int:
+    return hidden.shape[:-1].numel()
+
+
+@contextmanager
+def _bytes_kept(layer: torch.nn.Module, positions: int) -> Iterator[Callable[[], float]]:
+    """A context for a layer's forward. It gives a function that returns, afterwards, the bytes that are kept per position."""
+    # The weights and their casts are kept in any case.
+    weights = {shape for p in layer.parameters() for shape in (p.shape, p.shape[::-1])}
+    found: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape not in weights:
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield lambda: sum(found.values()) / positions
 
 
 class _Kept:
