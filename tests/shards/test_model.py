@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
-from lockstep.errors import InputError, ProofError
+from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.parity.rescoring import sequence_logits
 from lockstep.parity.step.accumulation import AccumulationProof
 from lockstep.shards.fsdp import FsdpWeights
@@ -122,6 +122,33 @@ def test_a_model_that_is_left_gathered_is_refused(make: Callable[[], PreTrainedM
             shards.check(3)
         shards.weights.end()
         shards.check(3)
+
+
+def test_a_model_that_is_moved_keeps_its_parts(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
+    model = make()
+    shards = shard(model)
+    before = sequence_logits(model, IDS)
+    model.to("cpu")
+    shards.check(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().mul_(0.5)  # type: ignore[operator]
+    assert not torch.equal(sequence_logits(model, IDS), before)
+
+
+def test_a_parameter_whose_memory_is_no_longer_the_partition_is_refused(
+    make: Callable[[], PreTrainedModel], passes: Passes
+) -> None:
+    pytest.importorskip("deepspeed")
+    model = make()
+    shards = ShardedModel(model, passes, torch.device("cpu"), shard=ZeroWeights)
+    with pytest.raises(LockstepError, match="another dtype"):
+        model.bfloat16()
+    shards.check(0)
+    weight = model.get_input_embeddings().weight
+    weight._local_tensor = weight._local_tensor.clone()
+    with pytest.raises(ProofError, match="embed_tokens"):
+        shards.check(0)
 
 
 def test_a_parameter_that_is_added_later_is_refused(make: Callable[[], PreTrainedModel], shard: Shard) -> None:

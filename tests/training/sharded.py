@@ -1,6 +1,8 @@
 """One of several ranks that train a sharded model, or a single rank, started by `test_sharded_training.py`.
 
-python sharded.py RANK PORT RANKS MODEL FOLDER WORK …      (RANKS 0: a single process without a group, and without shards)
+python sharded.py RANK PORT KIND RANKS MODEL FOLDER WORK …      (RANKS 0: a single process without a group, and without shards)
+
+KIND is fsdp or deepspeed.
 
 It writes what each piece of work returned or raised.
 """
@@ -17,11 +19,12 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from sharded_works import ADAPTED, METHODS, OTHERS, SETTINGS  # noqa: E402
 
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[3])
+RANK, KIND, RANKS = int(sys.argv[1]), sys.argv[3], int(sys.argv[4])
+ZERO_3 = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "gradient_clipping": "auto", "train_batch_size": "auto"}
 
 
 def main() -> None:
-    _, port, _, model, folder, *names = sys.argv[1:]
+    _, port, _, _, model, folder, *names = sys.argv[1:]
     if RANKS:
         os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK), "WORLD_SIZE": str(RANKS)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -45,7 +48,13 @@ def trainer(case: str, model: str, folder: Path, **fields: Any) -> Any:
     from accounts import make, shifted_engine
 
     ranks = max(RANKS, 1)
-    base: dict[str, Any] = {"size": 4 if ranks == 1 else 2, "ranks": ranks, "fsdp": RANKS > 0}
+    base: dict[str, Any] = {"size": 4 if ranks == 1 else 2, "ranks": ranks}
+    if fields.pop("whole", RANKS == 0):
+        pass
+    elif KIND == "fsdp":
+        base["fsdp"] = True
+    else:
+        base["deepspeed"] = ZERO_3
     # With a smaller epsilon, AdamW would make full-size steps from the rounding of gradients that are almost zero.
     base |= {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 1e-3, "max_grad_norm": 0.05}
     if "engine" not in fields:
@@ -96,6 +105,7 @@ def with_settings(name: str) -> Callable[[str, Path], Any]:
             "filters": {"top_k": 20, "top_p": 0.9},
             "evaluated": {"evaluation": PROMPTS.select(range(5)), "eval_strategy": "steps", "eval_steps": 1},
             "thinking": {**INTERRUPTED, "max_completion_length": 16},
+            "checkpointed": {"gradient_checkpointing": True},
             "ahead": {"max_staleness": 1, "num_iterations": 1, "max_steps": 4},
         }[name]
         return result(trainer("grpo-grpo", model, folder / name, **fields))
@@ -114,7 +124,7 @@ def served(model: str, folder: Path) -> Any:
     everything: dict[str, Any] = {"top_k": 20, "max_staleness": 1, "num_iterations": 1, "max_steps": 4}
     everything |= {"evaluation": PROMPTS.select(range(5)), "eval_strategy": "steps", "eval_steps": 2}
     return {
-        "whole": run("whole", fsdp=False, num_iterations=1, top_p=0.9),
+        "whole": run("whole", whole=True, num_iterations=1, top_p=0.9),
         "sharded": run("sharded", num_iterations=1, top_p=0.9),
         "everything": run("everything", **everything),
     }
@@ -127,7 +137,7 @@ def in_float32(model: str, folder: Path) -> Any:
     """The same run on the same ranks, sharded and with the whole model on each rank. Their packs are the same too."""
     case = "grpo-full"
     return {
-        kind: result(trainer(case, model, folder / kind, fsdp=kind == "sharded", **SINGLE))
+        kind: result(trainer(case, model, folder / kind, whole=kind == "whole", **SINGLE))
         for kind in ("sharded", "whole")
     }
 
@@ -254,7 +264,7 @@ def refused(model: str, folder: Path) -> Any:
 
 WORK: dict[str, Callable[[str, Path], Any]] = {
     **{case: of_method(case) for case in (*METHODS, *OTHERS, *ADAPTED)},
-    **{name: with_settings(name) for name in SETTINGS},
+    **{name: with_settings(name) for name in (*SETTINGS, "checkpointed")},
     "served": served,
     "float32": in_float32,
     "memory": memory,

@@ -92,6 +92,6 @@ class FsdpWeights:
                         return one._unsharded_param  # type: ignore[no-any-return]
         return None
 
-    def still_gathered(self) -> list[str]:
-        """Names of parameters whose whole weights are in memory, although the model's own parameters are the parts."""
+    def odd(self) -> list[str]:
+        """Names of parameters that are not held as they must be, beside those of which the model shows whole tensors."""
         return []

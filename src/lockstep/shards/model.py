@@ -42,7 +42,7 @@ class ShardedWeights(Protocol):
 
     def whole_of(self, parameter: torch.Tensor) -> torch.Tensor | None: ...
 
-    def still_gathered(self) -> list[str]: ...
+    def odd(self) -> list[str]: ...
 
 
 # Shards a model in place: (model, its layers, passes, device, dtype of autocast).
@@ -231,7 +231,7 @@ class ShardedModel:
         sizes = self._passes.count
         odd += [n for n, p in now.items() if is_sharded(p) and local_part(p).shape[0] > -(-p.shape[0] // sizes)]
         odd += [name for name in now if name not in self.parameters]
-        odd += self.weights.still_gathered()
+        odd += self.weights.odd()
         if odd:
             raise ProofError(
                 "shards",

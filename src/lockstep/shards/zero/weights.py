@@ -11,6 +11,7 @@ memory is freed and allocated again; what DeepSpeed gathers is copied into them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
+from lockstep.errors import LockstepError
 from lockstep.shards.parts import is_sharded, local_part
 from lockstep.shards.passes import Passes
 from lockstep.shards.zero import deepspeed_parts
@@ -63,6 +65,12 @@ class _Weight:
         """Free the whole tensor, and let the model show the part."""
         self.whole.untyped_storage().resize_(0)
         self._place(self.part)
+
+    def is_partition(self) -> bool:
+        """Whether nothing is gathered, and the optimizer changes what DeepSpeed would gather."""
+        if self.whole.untyped_storage().size() or not deepspeed_parts.is_partitioned(self.source):
+            return False
+        return local_part(self.part).data_ptr() in (0, deepspeed_parts.part_of(self.source).data_ptr())
 
     def _place(self, parameter: torch.nn.Parameter) -> None:
         for module, name in self.places:
@@ -199,6 +207,8 @@ class ZeroWeights:
         for layer, group in zip(layers, self._groups[1:], strict=True):
             self._add_hooks(layer, group)
         self._backward_began = False
+        # A `model.to(…)` would give the parameters other memory than DeepSpeed's partitions.
+        vars(model)["_apply"] = partial(_apply_to_buffers, model)
 
     def gather(self, group: int) -> None:
         """Make the weights of one group whole, until `end`."""
@@ -227,13 +237,9 @@ class ZeroWeights:
         """The tensor that a backward adds this parameter's gradient to, before the ranks' parts are summed."""
         return next((w.whole for w in self._named.values() if w.part is parameter), None)
 
-    def still_gathered(self) -> list[str]:
-        """Names of parameters whose whole weights are in memory, here or in DeepSpeed."""
-        return [
-            name
-            for name, weight in self._named.items()
-            if weight.whole.untyped_storage().size() or not deepspeed_parts.is_partitioned(weight.source)
-        ]
+    def odd(self) -> list[str]:
+        """Names of parameters that are gathered, here or in DeepSpeed, or that are no longer DeepSpeed's partitions."""
+        return [name for name, weight in self._named.items() if not weight.is_partition()]
 
     def _add_hooks(self, layer: torch.nn.Module, group: _Group) -> None:
         def before_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -280,6 +286,25 @@ def _shard(
         return []
     sources = deepspeed_parts.partition([_padded(p, mesh.size(), device) for p, _ in found], mesh.get_group())
     return [_Weight(p, at, s, cast or p.dtype, mesh) for (p, at), s in zip(found, sources, strict=True)]
+
+
+def _apply_to_buffers(
+    model: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """`Module._apply` of a sharded model, for `model.to(…)`: the weights are on their device already.
+
+    Raises:
+        LockstepError: the weights would get another dtype or device.
+    """
+    for p in model.parameters():
+        probe = torch.empty(0, dtype=p.dtype, device=p.device)
+        if (changed := change(probe)).dtype != probe.dtype or changed.device.type != probe.device.type:
+            raise LockstepError("the weights of a model that DeepSpeed shards cannot get another dtype or device")
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = change(buffer)
+    return model
 
 
 def _padded(parameter: torch.nn.Parameter, ranks: int, device: torch.device) -> torch.Tensor:
