@@ -47,7 +47,9 @@ class Run:
         return memory_digests({"policy": self.model}, self.optimizer, self.schedule)
 
 
-def test_weights_moments_and_rates_come_back_and_the_next_step_is_the_same(passes: Passes, shard: Shard, tmp_path: Path) -> None:
+def test_weights_moments_and_rates_come_back_and_the_next_step_is_the_same(
+    passes: Passes, shard: Shard, tmp_path: Path
+) -> None:
     run, other = Run(shard, steps=2), Run(shard, steps=1)
     write_shards(tmp_path, run.named, run.optimizer, passes)
     read_weights(tmp_path, other.named)

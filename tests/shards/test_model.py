@@ -78,9 +78,7 @@ def loss_of(model: PreTrainedModel) -> torch.Tensor:
     return (compute() if shards is None else in_passes(shards, compute)).logps.sum()
 
 
-def test_forward_and_gradients_are_those_of_the_whole_model(
-    make: Callable[[], PreTrainedModel], shard: Shard
-) -> None:
+def test_forward_and_gradients_are_those_of_the_whole_model(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
     whole, model = make(), make()
     before = sequence_logits(whole, IDS)
     loss_of(whole).backward()

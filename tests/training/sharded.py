@@ -20,7 +20,11 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from sharded_works import ADAPTED, METHODS, OTHERS, SETTINGS  # noqa: E402
 
 RANK, KIND, RANKS = int(sys.argv[1]), sys.argv[3], int(sys.argv[4])
-ZERO_3 = {"zero_optimization": {"stage": 3, "overlap_comm": True}, "gradient_clipping": "auto", "train_batch_size": "auto"}
+ZERO_3 = {
+    "zero_optimization": {"stage": 3, "overlap_comm": True},
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+}
 
 
 def main() -> None:

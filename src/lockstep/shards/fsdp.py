@@ -89,7 +89,7 @@ class FsdpWeights:
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for one in group.fsdp_params:
                     if one.sharded_param is parameter:
-                        return one._unsharded_param  # type: ignore[no-any-return]
+                        return one._unsharded_param
         return None
 
     def odd(self) -> list[str]:

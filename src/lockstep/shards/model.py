@@ -46,9 +46,7 @@ class ShardedWeights(Protocol):
 
 
 # Shards a model in place: (model, its layers, passes, device, dtype of autocast).
-Shard = Callable[
-    [PreTrainedModel, Sequence[torch.nn.Module], Passes, torch.device, torch.dtype | None], ShardedWeights
-]
+Shard = Callable[[PreTrainedModel, Sequence[torch.nn.Module], Passes, torch.device, torch.dtype | None], ShardedWeights]
 
 
 def sharded(model: torch.nn.Module) -> ShardedModel | None:
@@ -275,6 +273,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     found = [m for m in model.modules() if type(m).__name__ in names]
     if not found:
         raise InputError(
-            f"{type(model).__name__} names no decoder layers (_no_split_modules), so that it cannot be sharded; train without shards"
+            f"{type(model).__name__} names no decoder layers (_no_split_modules), so that it cannot be sharded; train without "
+            "shards"
         )
     return found

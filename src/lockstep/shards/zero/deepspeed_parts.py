@@ -77,7 +77,7 @@ def partition(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list
 
 def part_of(parameter: Any) -> torch.Tensor:
     """This rank's part of a partitioned parameter, flat, in DeepSpeed's own memory."""
-    return parameter.ds_tensor  # type: ignore[no-any-return]
+    return parameter.ds_tensor
 
 
 def send_as(parameter: Any, dtype: torch.dtype) -> None:
@@ -101,7 +101,7 @@ def is_partitioned(parameter: Any) -> bool:
     """Whether a parameter has no memory beside this rank's part."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    return parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE and parameter.numel() == 0  # type: ignore[no-any-return]
+    return parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE and parameter.numel() == 0
 
 
 def reduce_scatter(summands: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The user's DeepSpeed configuration: TrainingArguments' `deepspeed`, or the environment of `accelerate launch`.
 
-accelerate's own DeepSpeed plugin would put DeepSpeed's engine and optimizer beside the proofs. So `take_zero_settings` reads what it
-would read, and switches it off: `shards/zero/weights.py` then lets DeepSpeed shard the model. `check_values` compares the
-configuration with the fields of the run, as transformers does: "auto" is the field's value, and another value must be the same one.
+accelerate's own DeepSpeed plugin would put DeepSpeed's engine and optimizer beside the proofs. So `take_zero_settings` reads what
+it would read, and switches it off: `shards/zero/weights.py` then lets DeepSpeed shard the model. `check_values` compares the
+configuration with the fields of the run, as transformers does: "auto" is the field's value, and another value must be equal to it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ _ALONE = "weights, gradients and moments stay on their rank's device; leave it o
 
 # Sections and values that change only how fast DeepSpeed's own engine is, what it prints, or how its own checkpoints are written.
 _NO_EFFECT = frozenset(
-    "steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger tensorboard wandb csv_monitor "
-    "comet monitor_config zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio checkpoint seed disable_allgather".split()
+    """
+    steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger tensorboard wandb csv_monitor
+    comet monitor_config zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio checkpoint seed disable_allgather
+    """.split()
 )
 _NO_EFFECT_IN_ZERO = frozenset(
-    "overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions allgather_bucket_size sub_group_size "
-    "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters "
-    "stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
-    "stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params round_robin_gradients ignore_unused_parameters "
-    "memory_efficient_linear load_from_fp32_weights elastic_checkpoint legacy_stage1 use_multi_rank_bucket_allreduce "
-    "override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings".split()
+    """
+    overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions allgather_bucket_size sub_group_size
+    stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
+    stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
+    stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params
+    round_robin_gradients ignore_unused_parameters memory_efficient_linear load_from_fp32_weights elastic_checkpoint
+    legacy_stage1 use_multi_rank_bucket_allreduce override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings
+    """.split()
 )
 # Names with the values that change nothing, and why others are refused. A section is refused unless it is empty or switched off.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -139,7 +143,7 @@ def check_values(settings: ZeroSettings, fields: RunFields) -> None:
         given = _value(settings.found, name, "auto")
         if given != "auto" and (list(given) if isinstance(given, tuple) else given) != due:
             raise InputError(
-                f"{name}={given} ({settings.source}), and {field} is {due}; give both the same value, or write \"auto\" for {name}"
+                f'{name}={given} ({settings.source}), and {field} is {due}; give both the same value, or write "auto" for {name}'
             )
     if "optimizer" in settings.found and not optimizer.startswith("adamw_torch"):
         raise InputError(f"{settings.source} asks for AdamW, and optim is {optimizer}; leave one of the two out")
@@ -203,17 +207,34 @@ def _check(found: dict[str, Any], source: str) -> None:
             raise InputError(f"{name}{shown} is not supported ({source}): {why}")
     if optimizer and str(optimizer.get("type")).lower() != "adamw":
         raise InputError(
-            f"optimizer.type={optimizer.get('type')} is not supported ({source}): use AdamW, or leave the optimizer out and set optim"
+            f"optimizer.type={optimizer.get('type')} is not supported ({source}): use AdamW, or leave the optimizer out and "
+            "set optim"
         )
     _check_names(found, zero, optimizer, source)
 
 
 def _check_names(found: dict[str, Any], zero: dict[str, Any], optimizer: dict[str, Any], source: str) -> None:
     known = {name.partition(".")[0] for name in _REFUSED} | _NO_EFFECT
-    known |= {"zero_optimization", "optimizer", "bf16", "torch_autocast", "gradient_accumulation_steps", "gradient_clipping"}
+    known |= {
+        "zero_optimization",
+        "optimizer",
+        "bf16",
+        "torch_autocast",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+    }
     known |= {"train_batch_size", "train_micro_batch_size_per_gpu"}
-    in_zero = {name.partition(".")[2] for name in _REFUSED if name.startswith("zero_optimization.")} | _NO_EFFECT_IN_ZERO
-    in_zero |= {"stage", "offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory"}
+    in_zero = {
+        name.partition(".")[2] for name in _REFUSED if name.startswith("zero_optimization.")
+    } | _NO_EFFECT_IN_ZERO
+    in_zero |= {
+        "stage",
+        "offload_param",
+        "offload_optimizer",
+        "cpu_offload",
+        "cpu_offload_params",
+        "cpu_offload_use_pin_memory",
+    }
     parameters = _section(optimizer, "params", source)
     odd = [name for name in found if name not in known]
     odd += [f"zero_optimization.{name}" for name in zero if name not in in_zero]
@@ -225,7 +246,9 @@ def _check_names(found: dict[str, Any], zero: dict[str, Any], optimizer: dict[st
     ]
     if parameters.get("adam_w_mode") is False:
         odd.append("optimizer.params.adam_w_mode=false")
-    odd += [f"bf16.{name}" for name in _section(found, "bf16", source) if name not in ("enabled", "immediate_grad_update")]
+    odd += [
+        f"bf16.{name}" for name in _section(found, "bf16", source) if name not in ("enabled", "immediate_grad_update")
+    ]
     if odd:
         raise InputError(f"{odd[0]} is not supported ({source}); leave it out (docs/guides/deepspeed.md)")
 

@@ -1,11 +1,11 @@
 """Weights that DeepSpeed ZeRO-3 partitions: gathered per layer, freed after its forward, gathered again for its backward.
 
-The rest of Lockstep sees a parameter as a `DTensor` of the same rows that FSDP2 would give this rank. Its memory is DeepSpeed's own
-partition, so that an optimizer, a checkpoint or a proof that reads or changes the `DTensor` reads or changes the partition. DeepSpeed
-cuts flat tensors evenly. Therefore it gets each tensor with rows of zeros at its end, until each rank has the same number of rows.
+The rest of Lockstep sees a parameter as a `DTensor` of the rows that FSDP2 would give this rank. Its memory is DeepSpeed's own
+partition. An optimizer, a checkpoint or a proof that uses the `DTensor` therefore uses the partition. DeepSpeed cuts flat tensors
+evenly. So it gets each tensor with rows of zeros at its end, until each rank has the same number of rows.
 
-A backward needs the tensors that its forward has used. So a layer's whole weights stand in tensors that stay the same ones, and whose
-memory is freed and allocated again; what DeepSpeed gathers is copied into them.
+A backward needs the tensors that its forward has used. So the whole weights of a layer stand in tensors that stay the same ones.
+Their memory is freed and allocated again, and what DeepSpeed gathers is copied into them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class _Weight:
         source: DeepSpeed's parameter, with rows of zeros at its end.
     """
 
-    def __init__(self, parameter: torch.nn.Parameter, places: Places, source: Any, dtype: torch.dtype, mesh: DeviceMesh):
+    def __init__(
+        self, parameter: torch.nn.Parameter, places: Places, source: Any, dtype: torch.dtype, mesh: DeviceMesh
+    ):
         shape = parameter.shape
         rows = source.ds_shape[0] // mesh.size()
         own = min(max(shape[0] - mesh.get_local_rank() * rows, 0), rows)
@@ -55,7 +57,8 @@ class _Weight:
 
     def open(self) -> None:
         """Copy what DeepSpeed has gathered, and let the model compute with it."""
-        whole = self.whole.requires_grad_(self.part.requires_grad)
+        whole = self.whole
+        whole.requires_grad_(self.part.requires_grad)
         whole.untyped_storage().resize_(whole.numel() * whole.element_size())
         # `.data` leaves the version counter alone: a backward accepts the tensor that its forward has saved.
         whole.data.copy_(self.source.data[: whole.shape[0]])
@@ -269,7 +272,7 @@ def _with_end(group: _Group, args: Any, kwargs: Any) -> Any:
     places = [i for i, given in enumerate(flat) if isinstance(given, torch.Tensor) and given.requires_grad]
     if not places:
         return None
-    for place, tensor in zip(places, _AfterBackward.apply(group, *(flat[i] for i in places)), strict=True):  # type: ignore[no-untyped-call]
+    for place, tensor in zip(places, _AfterBackward.apply(group, *(flat[i] for i in places)), strict=True):
         flat[place] = tensor
     return tree_unflatten(flat, form)
 

@@ -43,7 +43,9 @@ def shard_models(
         ProofError: the ranks have loaded different weights.
     """
     if not torch.distributed.is_initialized():
-        raise InputError(f"{args.sharded_by} is asked for, and this is a single process: start it with torchrun or accelerate launch")
+        raise InputError(
+            f"{args.sharded_by} is asked for, and this is a single process: start it with torchrun or accelerate launch"
+        )
     _refuse(policy, args, images=images)
     inner, passes = causal_model(policy), ranks.share_passes()
     check_same_weights(ranks, [policy], 0)
@@ -57,8 +59,8 @@ def shard_models(
     if ranks.owner:
         whole = sum(p.numel() for p in inner.parameters())
         _logger.info(
-            f"the policy is sharded over {ranks.count} ranks ({shards.weights.title}); rank 0 holds {shards.elements:,} of {whole:,} "
-            "weights"
+            f"the policy is sharded over {ranks.count} ranks ({shards.weights.title}); rank 0 holds {shards.elements:,} of "
+            f"{whole:,} weights"
         )
 
 
