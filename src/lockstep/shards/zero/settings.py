@@ -23,22 +23,20 @@ _NOWHERE = (None, "", "none")
 _ALONE = "weights, gradients and moments stay on their rank's device; leave it out"
 
 # Sections and values that change only how fast DeepSpeed's own engine is, what it prints, or how its own checkpoints are written.
-_NO_EFFECT = frozenset(
-    """
-    steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler comms_logger tensorboard wandb csv_monitor
-    comet monitor_config zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio checkpoint seed disable_allgather
-    """.split()
-)
-_NO_EFFECT_IN_ZERO = frozenset(
-    """
-    overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions allgather_bucket_size sub_group_size
-    stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold
-    stage3_max_live_parameters stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save
-    stage3_gather_fp16_weights_on_model_save stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params
-    round_robin_gradients ignore_unused_parameters memory_efficient_linear load_from_fp32_weights elastic_checkpoint
-    legacy_stage1 use_multi_rank_bucket_allreduce override_module_apply pipeline_loading_checkpoint log_trace_cache_warnings
-    """.split()
-)
+_NO_EFFECT = {
+    "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler", "comms_logger",
+    "tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "aio", "checkpoint", "seed", "disable_allgather",
+}  # fmt: skip
+_NO_EFFECT_IN_ZERO = {
+    "overlap_comm", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
+    "allgather_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+    "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+    "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params", "round_robin_gradients",
+    "ignore_unused_parameters", "memory_efficient_linear", "load_from_fp32_weights", "elastic_checkpoint", "legacy_stage1",
+    "use_multi_rank_bucket_allreduce", "override_module_apply", "pipeline_loading_checkpoint", "log_trace_cache_warnings",
+}  # fmt: skip
 # Names with the values that change nothing, and why others are refused. A section is refused unless it is empty or switched off.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.zero_quantized_weights": ((False,), "weights are gathered as they are"),
@@ -156,9 +154,9 @@ def _read(given: Any) -> dict[str, Any]:
     try:
         found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"the DeepSpeed configuration {text[:200]} cannot be read: {error}") from error
+        raise InputError(f"deepspeed={text[:200]} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise InputError(f"the DeepSpeed configuration {text[:200]} is not a JSON object")
+        raise InputError(f"deepspeed={text[:200]} is not a JSON object")
     return found
 
 
