@@ -134,6 +134,24 @@ def served(model: str, folder: Path) -> Any:
     }
 
 
+def uneven(model: str, folder: Path) -> Any:
+    """The packs of one rank are smaller, so that it has more of them. The other rank plays the rest without weight."""
+    from lockstep.shards.model import ShardedModel
+
+    real, played = ShardedModel._play_learning, []
+
+    def counted(self: Any) -> None:
+        played.append(1)
+        real(self)
+
+    ShardedModel._play_learning = counted  # type: ignore[method-assign]
+    try:
+        found = result(trainer("grpo-grpo", model, folder / "uneven", token_budget=8 if RANK else 2048))
+    finally:
+        ShardedModel._play_learning = real  # type: ignore[method-assign]
+    return found | {"played": len(played)}
+
+
 SINGLE: dict[str, Any] = {"model_init_kwargs": {"dtype": "float32"}}
 
 
@@ -270,6 +288,7 @@ WORK: dict[str, Callable[[str, Path], Any]] = {
     **{case: of_method(case) for case in (*METHODS, *OTHERS, *ADAPTED)},
     **{name: with_settings(name) for name in (*SETTINGS, "checkpointed")},
     "served": served,
+    "uneven": uneven,
     "float32": in_float32,
     "memory": memory,
     "saved": saved,

@@ -119,6 +119,12 @@ def test_gradient_checkpointing_changes_no_step(found: Found) -> None:
         same_run(found("grpo-grpo", ranks=0), found("checkpointed", rank))
 
 
+def test_a_rank_with_fewer_packs_plays_the_rest(found: Found) -> None:
+    assert found("uneven", 0)["played"] > found("uneven", 1)["played"]
+    for rank in (0, 1):
+        same_run(found("grpo-grpo", ranks=0), found("uneven", rank))
+
+
 def test_in_float32_a_sharded_model_takes_the_steps_of_ranks_that_each_hold_the_whole(found: Found) -> None:
     for rank in (0, 1):
         whole, own = (found("float32", rank)[kind] for kind in ("whole", "sharded"))
