@@ -146,11 +146,11 @@ def test_a_rank_plays_the_forwards_of_the_others_without_weight(found: Found) ->
     assert found("grpo-grpo", 1)["played"] > found("grpo-grpo", 0)["played"]
 
 
-@pytest.mark.parametrize("kind", ["weights", "gradients", "moments"])
-def test_each_rank_holds_its_share_of_weights_gradients_and_moments(found: Found, kind: str) -> None:
-    alone = found("memory", ranks=0)[kind]
+@pytest.mark.parametrize("part", ["weights", "gradients", "moments"])
+def test_each_rank_holds_its_share_of_weights_gradients_and_moments(found: Found, part: str) -> None:
+    alone = found("memory", ranks=0)[part]
     for ranks in (2, 4):
-        held = [found("memory", rank, ranks)[kind] for rank in range(ranks)]
+        held = [found("memory", rank, ranks)[part] for rank in range(ranks)]
         assert sum(held) == alone
         # Tensors with few rows cannot be cut evenly.
         assert max(held) <= 1.02 * alone / ranks

@@ -237,5 +237,5 @@ def test_an_optimizer_of_the_configuration_and_another_one_of_the_run_contradict
 
 @pytest.mark.parametrize("given", ["/no/such.json", "{broken", "[1]"])
 def test_a_configuration_that_cannot_be_read_is_refused(given: str) -> None:
-    with pytest.raises(InputError, match="deepspeed=.* (cannot be read|is not a JSON object)"):
+    with pytest.raises(InputError, match=r"deepspeed=.* (cannot be read|is not a JSON object)"):
         take_zero_settings(given, {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,13 +40,24 @@ def check_installed() -> None:
 
 
 def begin(device: torch.device) -> None:
-    """Let DeepSpeed use this run's process groups and the device's kind."""
+    """Let DeepSpeed use this run's process groups and the device's kind.
+
+    Raises:
+        InputError: DeepSpeed was imported before, and computes on devices of another kind.
+    """
     # DeepSpeed chooses between a CPU and a GPU when it is first imported.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     # `Init` reads it. torchrun sets it; a single process without a launcher has none.
     os.environ.setdefault("LOCAL_RANK", "0")
     import deepspeed
 
+    chosen = deepspeed.accelerator.get_accelerator().device_name()
+    if chosen != device.type:
+        raise InputError(
+            f"DeepSpeed has chosen {chosen}, and the run computes on {device.type}: set DS_ACCELERATOR={device.type}"
+        )
+    # DeepSpeed calls functions of torch by names that torch has replaced.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     # It would compile a kernel for inference with g++, and open shared memory, neither of which is used here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.comm.init_distributed(
