@@ -224,7 +224,10 @@ class ZeroWeights:
             forward: returns the tensors through which a backward may begin.
         """
         self._groups[0].gather()
-        forward()
+        for tensor in forward():
+            if tensor is not None and tensor.requires_grad:
+                # Without a trained layer, no hook of a layer is called.
+                tensor.register_hook(self._note_backward)
 
     def end(self) -> None:
         """After a forward, or after its backward: reduce the gradients that are left, and free all that is gathered."""
@@ -243,6 +246,9 @@ class ZeroWeights:
     def odd(self) -> list[str]:
         """Names of parameters that are gathered, here or in DeepSpeed, or that are no longer DeepSpeed's partitions."""
         return [name for name, weight in self._named.items() if not weight.is_partition()]
+
+    def _note_backward(self, gradient: torch.Tensor) -> None:
+        self._backward_began = True
 
     def _add_hooks(self, layer: torch.nn.Module, group: _Group) -> None:
         def before_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
