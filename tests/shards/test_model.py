@@ -92,6 +92,17 @@ def test_forward_and_gradients_are_those_of_the_whole_model(make: Callable[[], P
         assert torch.equal(p.grad, q.grad.full_tensor()), name
 
 
+def test_the_gradients_of_two_backwards_are_added(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
+    whole, model = make(), make()
+    shards = shard(model)
+    for _ in range(2):
+        loss_of(whole).backward()
+        with shards.learning():
+            loss_of(model).backward()
+    for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad.full_tensor()), name
+
+
 def test_a_push_reads_what_the_optimizer_has_made(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
     model = make()
     shards = shard(model)

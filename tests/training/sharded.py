@@ -196,13 +196,22 @@ def saved(model: str, folder: Path) -> dict[str, Any]:
 
 def resumed(model: str, folder: Path) -> dict[str, Any]:
     """The last two steps again, from a checkpoint that two ranks have written."""
+    return _resumed(model, folder / f"resumed-{RANKS}", folder / "saved-2" / "checkpoint-2")
+
+
+def crossed(model: str, folder: Path) -> dict[str, Any]:
+    """The same, from a checkpoint of the other kind of shards."""
+    other = "fsdp" if KIND == "deepspeed" else "deepspeed"
+    return _resumed(model, folder / "crossed", folder.parent / other / "saved-2" / "checkpoint-2")
+
+
+def _resumed(model: str, folder: Path, checkpoint: Path) -> dict[str, Any]:
     import shutil
 
-    checkpoint = folder / "saved-2" / "checkpoint-2"
     run = trainer(
         "ppo",
         model,
-        folder / f"resumed-{RANKS}",
+        folder,
         max_steps=4,
         save_strategy="no",
         num_iterations=1,
@@ -218,8 +227,8 @@ def resumed(model: str, folder: Path) -> dict[str, Any]:
 
     run._load_from_checkpoint = load
     if RANK == 0:
-        (folder / f"resumed-{RANKS}").mkdir(exist_ok=True)
-        shutil.copyfile(checkpoint / "receipt.jsonl", folder / f"resumed-{RANKS}" / "receipt.jsonl")
+        folder.mkdir(exist_ok=True)
+        shutil.copyfile(checkpoint / "receipt.jsonl", folder / "receipt.jsonl")
     run.train(resume_from_checkpoint=str(checkpoint))
     return {
         "loaded": loaded,
@@ -293,6 +302,7 @@ WORK: dict[str, Callable[[str, Path], Any]] = {
     "memory": memory,
     "saved": saved,
     "resumed": resumed,
+    "crossed": crossed,
     "refused": refused,
     "stale": stale,
     **{f"fails:{where}": fails(where) for where in ("before", "between", "inside")},

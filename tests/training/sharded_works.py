@@ -17,7 +17,7 @@ FOUR = ("grpo-grpo", "memory", "resumed")
 ZERO = {
     2: (
         "grpo-grpo", "grpo-full", "ppo", *ADAPTED, "float32", "checkpointed", "uneven",
-        "memory", "saved", "resumed", "refused", "stale", "fails:before", "fails:between", "fails:inside",
+        "memory", "saved", "resumed", "crossed", "refused", "stale", "fails:before", "fails:between", "fails:inside",
     ),
     4: ("grpo-grpo", "memory", "resumed"),
 }  # fmt: skip

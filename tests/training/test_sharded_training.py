@@ -49,6 +49,9 @@ def start(untied_dir: str, root: Path) -> Callable[[str, int, bool], Path]:
 
     @functools.cache
     def started(kind: str, ranks: int, others: bool) -> Path:
+        if kind == "deepspeed":
+            # It goes on from a checkpoint of FSDP2.
+            started("fsdp", 2, False)
         logs = root / kind / f"logs-{ranks}-{others}"
         logs.mkdir(parents=True)
         works = OTHERS if others else {"alone": {0: ALONE}, "fsdp": {2: TWO, 4: FOUR}, "deepspeed": ZERO}[kind][ranks]
@@ -167,6 +170,16 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_two_and_on_four_ranks_to_the_bit(f
         allowed = 0.0 if ranks == 2 else 1e-6
         assert difference(saved["weights"], own["weights"]) <= allowed
         assert difference(saved["critic"], own["critic"]) <= allowed
+
+
+def test_a_checkpoint_of_fsdp_goes_on_with_deepspeed(root: Path, found: Found, kind: str) -> None:
+    if kind == "fsdp":
+        pytest.skip("it is the source")
+    for rank in (0, 1):
+        own = found("crossed", rank)
+        saved = torch.load(root / "fsdp" / f"saved.{rank}-2.pt")
+        assert difference(saved["weights"], own["weights"]) <= 1e-6
+        assert difference(saved["critic"], own["critic"]) <= 1e-6
 
 
 def _exported(checkpoint: Path) -> dict[str, torch.Tensor]:
