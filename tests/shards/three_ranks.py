@@ -23,13 +23,12 @@ RANKS = 3
 def main() -> None:
     import torch
     import torch.distributed as dist
+    from accounts import norm_in_double
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     from lockstep.shards.fsdp import FsdpWeights
     from lockstep.shards.passes import Passes
     from lockstep.shards.zero.weights import ZeroWeights
-
-    from accounts import norm_in_double
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     Qwen2RMSNorm.forward = norm_in_double
     os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK), "WORLD_SIZE": str(RANKS)}

@@ -79,14 +79,17 @@ class _Weight:
         for module, name in self.places:
             module._parameters[name] = parameter
 
-    def take_gradient(self, dtype: torch.dtype) -> torch.Tensor:
-        """What this rank's backward has added, as (ranks, elements of a part). A tensor without a gradient adds zeros."""
-        source, gradient = self.source, self.whole.grad
-        self.whole.grad = None
-        taken = torch.zeros(source.ds_shape, dtype=dtype, device=self.whole.device)
+    @property
+    def elements(self) -> int:
+        """Elements of each rank's part, with the zeros at its end."""
+        return deepspeed_parts.part_of(self.source).numel()
+
+    def take_gradient(self, summands: torch.Tensor) -> None:
+        """Move what this rank's backward has added to (ranks, elements) zeros. A tensor without a gradient adds nothing."""
+        gradient, self.whole.grad = self.whole.grad, None
         if gradient is not None:
-            taken[: gradient.shape[0]].copy_(gradient)
-        return taken.view(-1, deepspeed_parts.part_of(source).numel())
+            for summand, part in zip(summands, gradient.flatten().split(self.elements), strict=False):
+                summand[: part.numel()].copy_(part)
 
     def add_gradient(self, reduced: torch.Tensor) -> None:
         """Add this rank's part of the sum over ranks to the parameter's gradient."""
@@ -136,9 +139,12 @@ class _Group:
             own = [w for w in trained if (w.part.dtype == torch.float64) == (dtype == torch.float64)]
             if not own:
                 continue
-            parts = [weight.take_gradient(dtype) for weight in own]
-            reduced = deepspeed_parts.reduce_scatter(torch.cat(parts, dim=1).flatten(), self._ranks)
-            for weight, part in zip(own, reduced.split([p.shape[1] for p in parts]), strict=True):
+            sizes, ranks = [weight.elements for weight in own], dist.get_world_size(self._ranks)
+            summands = torch.zeros(ranks, sum(sizes), dtype=dtype, device=own[0].whole.device)
+            for weight, columns in zip(own, summands.split(sizes, dim=1), strict=True):
+                weight.take_gradient(columns)
+            reduced = deepspeed_parts.reduce_scatter(summands.flatten(), self._ranks)
+            for weight, part in zip(own, reduced.split(sizes), strict=True):
                 weight.add_gradient(part)
 
     def after_backward(self) -> None:
