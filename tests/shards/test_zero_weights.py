@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -122,6 +123,12 @@ def test_deepspeed_s_kernels_and_its_own_linear_layer_are_left_out(passes: Passe
     import deepspeed
 
     assert deepspeed.comm.comm.cdb.shm_comm_op is None
+
+
+def test_the_environment_stays_as_it_is(passes: Passes) -> None:
+    before = dict(os.environ)
+    sharded_model(passes)
+    assert dict(os.environ) == before
 
 
 def test_another_device_than_deepspeed_s_is_refused(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> None:

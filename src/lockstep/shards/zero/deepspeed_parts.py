@@ -10,7 +10,8 @@ import importlib.metadata
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,10 +47,8 @@ def begin(device: torch.device) -> None:
         InputError: DeepSpeed was imported before, and computes on devices of another kind.
     """
     # DeepSpeed chooses between a CPU and a GPU when it is first imported.
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    # `Init` reads it. torchrun sets it; a single process without a launcher has none.
-    os.environ.setdefault("LOCAL_RANK", "0")
-    import deepspeed
+    with _environment("DS_ACCELERATOR", device.type):
+        import deepspeed
 
     chosen = deepspeed.accelerator.get_accelerator().device_name()
     if chosen != device.type:
@@ -77,14 +76,28 @@ def partition(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list
     import deepspeed
 
     parameters = [torch.nn.Parameter(tensor, requires_grad=False) for tensor in tensors]
-    # Without `mem_efficient_linear=False` it would replace torch.nn.functional.linear in the whole process.
-    deepspeed.zero.Init(
-        module=torch.nn.ParameterList(parameters),
-        data_parallel_group=group,
-        mem_efficient_linear=False,
-        dtype=torch.float32,
-    )
+    # `Init` reads LOCAL_RANK, which launchers set. Left behind, it would make later runs of a process without a launcher wait for
+    # other ranks. Without `mem_efficient_linear=False`, `Init` would replace torch.nn.functional.linear in the whole process.
+    with _environment("LOCAL_RANK", "0"):
+        deepspeed.zero.Init(
+            module=torch.nn.ParameterList(parameters),
+            data_parallel_group=group,
+            mem_efficient_linear=False,
+            dtype=torch.float32,
+        )
     return parameters
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """A context in which a variable of the environment has a value. If it has one already, that one stays."""
+    there = name in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if not there:
+            del os.environ[name]
 
 
 def part_of(parameter: Any) -> torch.Tensor:
