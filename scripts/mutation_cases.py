@@ -33,6 +33,8 @@ AUDIT = "tests/audit/test_audit.py"
 EXPERTS = "tests/models/test_checkpoint_names.py"
 ROUTER_CUTS = "tests/training/test_router_loss.py::test_the_cut_of_a_step_does_not_change_a_gradient_or_the_logged_loss"
 SHARDS = ("shards/model.py", "tests/shards/test_model.py")
+ZERO = ("shards/zero/weights.py", "tests/shards/test_zero_weights.py")
+ZERO_SETTINGS = ("shards/zero/settings.py", "tests/shards/test_zero_settings.py")
 ADVANTAGES = ("algorithms/advantages.py", "tests/algorithms/test_advantages.py")
 CORRECTIONS = ("algorithms/corrections.py", "tests/algorithms/test_corrections.py")
 POLICY = ("algorithms/policy_loss.py", "tests/algorithms/test_policy_loss.py")
@@ -2442,7 +2444,7 @@ MUTATIONS = [
     Mutation(
         "a sharded model stays gathered after a forward, so that a push reads weights of before the step",
         SHARDS[0],
-        "        self._units[0].reset_iter_state()",
+        "        self.weights.end()",
         "        pass",
         SHARDS[1],
     ),
@@ -2455,7 +2457,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gradients of a sharded model are divided by the number of ranks",
-        SHARDS[0],
+        "shards/fsdp.py",
         "            unit.set_gradient_divide_factor(1.0)",
         "            unit.set_gradient_divide_factor(2.0)",
         f"{SHARDS[1]}::test_forward_and_gradients_are_those_of_the_whole_model",
@@ -2487,6 +2489,118 @@ MUTATIONS = [
         'if version != "2":',
         'if version not in ("1", "2"):',
         "tests/shards/test_shard_settings.py",
+    ),
+    Mutation(
+        "DeepSpeed's layers stay whole from their forward to their backward",
+        ZERO[0],
+        "            group.free()\n            for tensor",
+        "            for tensor",
+        ZERO[1],
+    ),
+    Mutation(
+        "frozen weights get gradients with DeepSpeed",
+        ZERO[0],
+        "[weight for weight in self._weights if weight.part.requires_grad]",
+        "list(self._weights)",
+        f"{ZERO[1]}::test_frozen_weights_get_no_gradient_and_are_not_reduced",
+    ),
+    Mutation(
+        "with DeepSpeed a head that is trained alone learns nothing",
+        ZERO[0],
+        "                tensor.register_hook(self._note_backward)",
+        "                pass",
+        f"{ZERO[1]}::test_frozen_weights_get_no_gradient_and_are_not_reduced",
+    ),
+    Mutation(
+        "with DeepSpeed a second backward replaces the gradient of the first",
+        ZERO[0],
+        "local_part(self.part.grad).add_(reduced)",
+        "local_part(self.part.grad).copy_(reduced)",
+        f"{SHARDS[1]}::test_the_gradients_of_two_backwards_are_added",
+    ),
+    Mutation(
+        "model.to gives parameters other memory than DeepSpeed's partitions",
+        ZERO[0],
+        'vars(model)["_apply"] =',
+        'vars(model)["_lockstep_unused"] =',
+        f"{SHARDS[1]}::test_a_model_that_is_moved_keeps_its_parts",
+    ),
+    Mutation(
+        "parameters with other memory than DeepSpeed's partitions are not noticed",
+        ZERO[0],
+        "return local_part(self.part).data_ptr() in (0, deepspeed_parts.part_of(self.source).data_ptr())",
+        "return True",
+        f"{SHARDS[1]}::test_a_parameter_whose_memory_is_no_longer_the_partition_is_refused",
+    ),
+    Mutation(
+        "with DeepSpeed the recomputation of a layer frees its weights before the backward",
+        ZERO[0],
+        "            if group.in_backward:\n                return",
+        "            if group.in_backward:\n                pass",
+        f"{SHARDS[1]}::test_gradient_checkpointing_changes_no_gradient {ZERO[1]}",
+    ),
+    Mutation(
+        "DeepSpeed unties embeddings and head",
+        ZERO[0],
+        "places[id(p)].append((module, name))",
+        "places[id(p)] = [(module, name)]",
+        f"{SHARDS[1]}::test_forward_and_gradients_are_those_of_the_whole_model",
+    ),
+    Mutation(
+        "DeepSpeed's gradients are averaged",
+        "shards/zero/deepspeed_parts.py",
+        "    comm.reduce_scatter_fn(found, summands, group=group)\n",
+        "    comm.reduce_scatter_fn(found, summands / 2, group=group)\n",
+        f"{SHARDS[1]}::test_forward_and_gradients_are_those_of_the_whole_model",
+    ),
+    Mutation(
+        "DeepSpeed replaces torch's linear layer in the whole process",
+        "shards/zero/deepspeed_parts.py",
+        "        mem_efficient_linear=False,",
+        "        mem_efficient_linear=True,",
+        f"{ZERO[1]}::test_deepspeed_s_kernels_and_its_own_linear_layer_are_left_out",
+    ),
+    Mutation(
+        "ZeRO-2 is taken for ZeRO-3",
+        ZERO_SETTINGS[0],
+        "not in (0, 3):",
+        "not in (0, 2, 3):",
+        ZERO_SETTINGS[1],
+    ),
+    Mutation(
+        "a DeepSpeed configuration with another learning rate is taken",
+        ZERO_SETTINGS[0],
+        'if given != "auto" and (',
+        'if given != "auto" and name != "optimizer.params.lr" and (',
+        ZERO_SETTINGS[1],
+    ),
+    Mutation(
+        "accelerate's own DeepSpeed plugin stays on",
+        ZERO_SETTINGS[0],
+        "environment.pop(_SWITCH, None) is not None",
+        "_SWITCH in environment",
+        ZERO_SETTINGS[1],
+    ),
+    Mutation(
+        "DeepSpeed's offload to host memory is taken, and does nothing",
+        ZERO_SETTINGS[0],
+        'not in ("none", ""):',
+        'not in ("none", "cpu", "nvme", ""):',
+        ZERO_SETTINGS[1],
+    ),
+    Mutation(
+        "a section of DeepSpeed that nobody knows is taken",
+        ZERO_SETTINGS[0],
+        "odd = [name for name in found if name not in known]",
+        "odd = [name for name in found if not name]",
+        ZERO_SETTINGS[1],
+    ),
+    Mutation(
+        "without the package, the error comes in the middle of the start",
+        ZERO_SETTINGS[0],
+        "    if settings.shards:\n        check_installed()\n",
+        "",
+        ZERO_SETTINGS[1],
     ),
     Mutation(
         "work that lasts says nothing more to a file",

@@ -203,11 +203,14 @@ def test_two_trainer_processes_share_one_split_engine(
 
 
 @pytest.mark.release
-def test_a_sharded_model_reaches_both_workers(untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
+def test_a_sharded_model_reaches_both_workers(
+    kind: str, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(test_two_ranks, "Program", subprocess.Popen)
     monkeypatch.setenv("TEST_SPLIT_ENGINE", "1")
     script = str(SCRIPT.with_name("sharded.py"))
-    run_ranks([sys.executable, script], ["2", untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
+    run_ranks([sys.executable, script], [kind, "2", untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
     for rank in (0, 1):
         found = torch.load(tmp_path / f"served.{rank}-2.pt")
         assert "raised" not in found, found

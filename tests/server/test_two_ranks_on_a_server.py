@@ -35,13 +35,14 @@ def test_two_ranks_train_with_one_server(
     assert [entry["kind"] for entry in check_entries(tmp_path / "served")] == ["start", "step"]
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "deepspeed"])
 def test_two_ranks_with_a_sharded_model_train_with_one_server(
-    untied_dir: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, untied_dir: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEST_SERVER_URL", server.url)
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     script = str(SCRIPT.with_name("sharded.py"))
-    run_ranks([sys.executable, script], ["2", untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
+    run_ranks([sys.executable, script], [kind, "2", untied_dir, str(tmp_path), "served"], tmp_path, codes=[0, 0])
     for rank in (0, 1):
         found = torch.load(tmp_path / f"served.{rank}-2.pt")
         assert "raised" not in found, found

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_model import loss_of, passes, shard
+from test_model import Shard, loss_of, passes, shard
 from tiny import make_model
 from transformers import PreTrainedModel
 
@@ -17,16 +17,16 @@ from lockstep.shards.gradients import clip_sharded
 from lockstep.shards.passes import Passes
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 
-__all__ = ["passes"]
+__all__ = ["passes", "shard"]
 
 
 class Run:
     """A model with an optimizer that has taken some steps."""
 
-    def __init__(self, passes: Passes | None, steps: int) -> None:
+    def __init__(self, shard: Shard | None, steps: int) -> None:
         self.model: PreTrainedModel = make_model()
         adopt_tree_attention(self.model)
-        self.shards = None if passes is None else shard(self.model, passes)
+        self.shards = None if shard is None else shard(self.model)
         self.named = dict(self.model.named_parameters())
         self.optimizer = torch.optim.AdamW(self.named.values(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer)
@@ -47,8 +47,10 @@ class Run:
         return memory_digests({"policy": self.model}, self.optimizer, self.schedule)
 
 
-def test_weights_moments_and_rates_come_back_and_the_next_step_is_the_same(passes: Passes, tmp_path: Path) -> None:
-    run, other = Run(passes, steps=2), Run(passes, steps=1)
+def test_weights_moments_and_rates_come_back_and_the_next_step_is_the_same(
+    passes: Passes, shard: Shard, tmp_path: Path
+) -> None:
+    run, other = Run(shard, steps=2), Run(shard, steps=1)
     write_shards(tmp_path, run.named, run.optimizer, passes)
     read_weights(tmp_path, other.named)
     read_optimizer(tmp_path, other.named, other.optimizer)
@@ -59,26 +61,26 @@ def test_weights_moments_and_rates_come_back_and_the_next_step_is_the_same(passe
     assert other.digests() == run.digests()
 
 
-def test_the_digests_are_those_of_a_whole_model(passes: Passes) -> None:
-    assert Run(passes, steps=2).digests() == Run(None, steps=2).digests()
+def test_the_digests_are_those_of_a_whole_model(passes: Passes, shard: Shard) -> None:
+    assert Run(shard, steps=2).digests() == Run(None, steps=2).digests()
 
 
-def test_no_file_of_a_checkpoint_is_a_pickle(passes: Passes, tmp_path: Path) -> None:
-    run = Run(passes, steps=1)
+def test_no_file_of_a_checkpoint_is_a_pickle(passes: Passes, shard: Shard, tmp_path: Path) -> None:
+    run = Run(shard, steps=1)
     write_shards(tmp_path, run.named, run.optimizer, passes)
     assert {path.suffix for path in tmp_path.iterdir()} == {".safetensors", ".json"}
 
 
-def test_a_checkpoint_of_another_model_is_refused(passes: Passes, tmp_path: Path) -> None:
-    run = Run(passes, steps=1)
+def test_a_checkpoint_of_another_model_is_refused(passes: Passes, shard: Shard, tmp_path: Path) -> None:
+    run = Run(shard, steps=1)
     write_shards(tmp_path, run.named, run.optimizer, passes)
     del run.named["lm_head.weight"]
     with pytest.raises(InputError, match=r"holds other parameters than the model: lm_head\.weight"):
         read_weights(tmp_path, run.named)
 
 
-def test_clipping_is_that_of_the_whole_gradient(passes: Passes) -> None:
-    run, whole = Run(passes, steps=0), Run(None, steps=0)
+def test_clipping_is_that_of_the_whole_gradient(passes: Passes, shard: Shard) -> None:
+    run, whole = Run(shard, steps=0), Run(None, steps=0)
     assert run.shards is not None
     with run.shards.learning():
         loss_of(run.model).backward()

@@ -1,10 +1,14 @@
-"""A model that is sharded over one rank: what is gathered, when it is freed, what is refused. Several ranks: `tests/training/`."""
+"""A model that is sharded over one rank, by FSDP2 and by DeepSpeed ZeRO-3: what is gathered, when it is freed, what is refused.
+
+Several ranks: `tests/training/`.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +18,14 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
-from lockstep.errors import InputError, ProofError
+from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.parity.rescoring import sequence_logits
 from lockstep.parity.step.accumulation import AccumulationProof
+from lockstep.shards.fsdp import FsdpWeights
 from lockstep.shards.model import ShardedModel, sharded
 from lockstep.shards.passes import Passes
+from lockstep.shards.zero import deepspeed_parts
+from lockstep.shards.zero.weights import ZeroWeights
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource
 from lockstep.training.batch.pack import pack_sequences
@@ -28,6 +35,7 @@ from lockstep.training.forward.passes import in_passes
 from lockstep.training.forward.scoring import TokenScores, score_pack
 
 IDS = [3, 1, 4, 1, 5]
+Shard = Callable[..., ShardedModel]
 
 
 @pytest.fixture
@@ -48,8 +56,15 @@ def make(request: pytest.FixtureRequest) -> Callable[[], PreTrainedModel]:
     return made
 
 
-def shard(model: PreTrainedModel, passes: Passes) -> ShardedModel:
-    return ShardedModel(model, passes, torch.device("cpu"))
+KINDS = {"fsdp": FsdpWeights, "zero": ZeroWeights}
+
+
+@pytest.fixture(params=KINDS)
+def shard(request: pytest.FixtureRequest, passes: Passes) -> Shard:
+    """Shards a model with FSDP2, or with DeepSpeed ZeRO-3."""
+    if request.param == "zero":
+        pytest.importorskip("deepspeed")
+    return partial(ShardedModel, passes=passes, device=torch.device("cpu"), shard=KINDS[request.param])
 
 
 def loss_of(model: PreTrainedModel) -> torch.Tensor:
@@ -63,13 +78,11 @@ def loss_of(model: PreTrainedModel) -> torch.Tensor:
     return (compute() if shards is None else in_passes(shards, compute)).logps.sum()
 
 
-def test_forward_and_gradients_are_those_of_the_whole_model(
-    make: Callable[[], PreTrainedModel], passes: Passes
-) -> None:
+def test_forward_and_gradients_are_those_of_the_whole_model(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
     whole, model = make(), make()
     before = sequence_logits(whole, IDS)
     loss_of(whole).backward()
-    shards = shard(model, passes)
+    shards = shard(model)
     assert torch.equal(sequence_logits(model, IDS), before)
     with shards.learning():
         loss_of(model).backward()
@@ -79,9 +92,20 @@ def test_forward_and_gradients_are_those_of_the_whole_model(
         assert torch.equal(p.grad, q.grad.full_tensor()), name
 
 
-def test_a_push_reads_what_the_optimizer_has_made(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+def test_the_gradients_of_two_backwards_are_added(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
+    whole, model = make(), make()
+    shards = shard(model)
+    for _ in range(2):
+        loss_of(whole).backward()
+        with shards.learning():
+            loss_of(model).backward()
+    for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad.full_tensor()), name
+
+
+def test_a_push_reads_what_the_optimizer_has_made(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
     model = make()
-    shards = shard(model, passes)
+    shards = shard(model)
     sequence_logits(model, IDS)
     with torch.no_grad():
         for p in model.parameters():
@@ -98,29 +122,57 @@ def test_a_push_reads_what_the_optimizer_has_made(make: Callable[[], PreTrainedM
     assert not source.is_model_memory
 
 
-def test_a_model_that_is_left_gathered_is_refused(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+def test_a_model_that_is_left_gathered_is_refused(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
     model = make()
-    shards = shard(model, passes)
-    for unit in (model, model.base_model.layers[1]):
-        unit.unshard()
+    shards = shard(model)
+    for group in (0, 2):
+        shards.weights.gather(group)
         with pytest.raises(ProofError, match="proof 'shards' failed"):
             shards.check(3)
-        unit.reshard()
+        shards.weights.end()
         shards.check(3)
 
 
-def test_a_parameter_that_is_added_later_is_refused(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+def test_a_model_that_is_moved_keeps_its_parts(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
     model = make()
-    shards = shard(model, passes)
+    shards = shard(model)
+    before = sequence_logits(model, IDS)
+    # Accelerate names the device with its number. torch then copies the parameters.
+    model.to("cpu:0")
+    shards.check(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.to_local().mul_(0.5)  # type: ignore[operator]
+    assert not torch.equal(sequence_logits(model, IDS), before)
+
+
+def test_a_parameter_whose_memory_is_no_longer_the_partition_is_refused(
+    make: Callable[[], PreTrainedModel], passes: Passes
+) -> None:
+    pytest.importorskip("deepspeed")
+    model = make()
+    shards = ShardedModel(model, passes, torch.device("cpu"), shard=ZeroWeights)
+    with pytest.raises(LockstepError, match="another dtype"):
+        model.bfloat16()
+    shards.check(0)
+    weight = model.get_input_embeddings().weight
+    weight._local_tensor = weight._local_tensor.clone()
+    with pytest.raises(ProofError, match="embed_tokens"):
+        shards.check(0)
+
+
+def test_a_parameter_that_is_added_later_is_refused(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
+    model = make()
+    shards = shard(model)
     model.base_model.layers[0].extra = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(ProofError, match=r"layers\.0\.extra"):
         shards.check(0)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["in the forward", "after the forward"])
-def test_a_failure_leaves_nothing_gathered(make: Callable[[], PreTrainedModel], passes: Passes, after: bool) -> None:
+def test_a_failure_leaves_nothing_gathered(make: Callable[[], PreTrainedModel], shard: Shard, after: bool) -> None:
     model = make()
-    shards = shard(model, passes)
+    shards = shard(model)
 
     def fail() -> None:
         with shards.learning():
@@ -139,10 +191,10 @@ def test_a_failure_leaves_nothing_gathered(make: Callable[[], PreTrainedModel], 
 
 
 def test_what_a_backward_adds_is_compared_with_the_gradient(
-    make: Callable[[], PreTrainedModel], passes: Passes
+    make: Callable[[], PreTrainedModel], shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make()
-    shards = shard(model, passes)
+    shards = shard(model)
     sequence_logits(model, IDS)
     named = dict(model.named_parameters())
 
@@ -157,20 +209,22 @@ def test_what_a_backward_adds_is_compared_with_the_gradient(
     for unit in model.modules():
         if hasattr(unit, "set_gradient_divide_factor"):
             unit.set_gradient_divide_factor(2.0)
+    real = deepspeed_parts.reduce_scatter
+    monkeypatch.setattr(deepspeed_parts, "reduce_scatter", lambda *given: real(*given) / 2.0)
     with pytest.raises(ProofError, match="proof 'accumulation' failed"):
         proven()
 
 
-def test_a_number_alone_cannot_be_sharded(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+def test_a_number_alone_cannot_be_sharded(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
     model = make()
     model.base_model.scale = torch.nn.Parameter(torch.zeros(()))
     with pytest.raises(InputError, match=r"model\.scale cannot be sharded"):
-        shard(model, passes)
+        shard(model)
 
 
-def test_gradient_checkpointing_changes_no_gradient(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+def test_gradient_checkpointing_changes_no_gradient(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
     whole, model = make(), make()
-    shards = shard(model, passes)
+    shards = shard(model)
     for one in (whole, model):
         one.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         one.train()
@@ -183,10 +237,10 @@ def test_gradient_checkpointing_changes_no_gradient(make: Callable[[], PreTraine
 
 
 def test_with_autocast_layers_are_gathered_in_its_dtype_and_gradients_stay_in_float32(
-    make: Callable[[], PreTrainedModel], passes: Passes
+    make: Callable[[], PreTrainedModel], shard: Shard
 ) -> None:
     whole, model = make(), make()
-    shards = ShardedModel(model, passes, torch.device("cpu"), torch.bfloat16)
+    shards = shard(model, autocast=torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):
         loss_of(whole).backward()
         with shards.learning():
@@ -227,10 +281,10 @@ class Receiver:
     def commit_version(self, version: int) -> None: ...
 
 
-def test_a_push_holds_two_gathered_tensors_at_most(make: Callable[[], PreTrainedModel], passes: Passes) -> None:
+def test_a_push_holds_two_gathered_tensors_at_most(make: Callable[[], PreTrainedModel], shard: Shard) -> None:
     model, receiver = make(), Receiver()
     largest = sorted(p.numel() for p in model.parameters())[-2:]
-    shard(model, passes)
+    shard(model)
     record = push_weights(model, receiver, 1)  # type: ignore[arg-type]
     assert record.tensors == len(list(PlainSource(model)))
     assert 0 < receiver.most <= sum(largest)

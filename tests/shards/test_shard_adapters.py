@@ -5,18 +5,17 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from test_model import loss_of, passes, shard
+from test_model import Shard, loss_of, passes, shard
 from tiny import make_model
 
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import add_adapter, causal_model
-from lockstep.shards.passes import Passes
 from lockstep.sync.adapters.merged import AdaptedSource
 from lockstep.sync.live import check_live
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 
-__all__ = ["passes"]
+__all__ = ["passes", "shard"]
 
 
 def adapted(**fields: object) -> peft.PeftModel:
@@ -33,9 +32,9 @@ def adapted(**fields: object) -> peft.PeftModel:
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_gradients_and_merged_weights_are_those_of_a_whole_model(passes: Passes, dora: bool) -> None:
+def test_gradients_and_merged_weights_are_those_of_a_whole_model(shard: Shard, dora: bool) -> None:
     whole, model = adapted(use_dora=dora), adapted(use_dora=dora)
-    shards = shard(causal_model(model), passes)
+    shards = shard(causal_model(model))
     loss_of(causal_model(whole)).backward()
     with shards.learning():
         loss_of(causal_model(model)).backward()
@@ -54,9 +53,9 @@ def test_gradients_and_merged_weights_are_those_of_a_whole_model(passes: Passes,
     shards.check(0)
 
 
-def test_a_wrong_merge_is_noticed(passes: Passes) -> None:
+def test_a_wrong_merge_is_noticed(shard: Shard) -> None:
     model = adapted()
-    shard(causal_model(model), passes)
+    shard(causal_model(model))
     source = AdaptedSource(model)
     specs = tensor_specs(list(source))
     for layer in model.modules():

@@ -1,6 +1,8 @@
 """One of several ranks that train a sharded model, or a single rank, started by `test_sharded_training.py`.
 
-python sharded.py RANK PORT RANKS MODEL FOLDER WORK …      (RANKS 0: a single process without a group, and without shards)
+python sharded.py RANK PORT KIND RANKS MODEL FOLDER WORK …      (RANKS 0: a single process without a group, and without shards)
+
+KIND is fsdp or deepspeed.
 
 It writes what each piece of work returned or raised.
 """
@@ -17,11 +19,16 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 from sharded_works import ADAPTED, METHODS, OTHERS, SETTINGS  # noqa: E402
 
-RANK, RANKS = int(sys.argv[1]), int(sys.argv[3])
+RANK, KIND, RANKS = int(sys.argv[1]), sys.argv[3], int(sys.argv[4])
+ZERO_3 = {
+    "zero_optimization": {"stage": 3, "overlap_comm": True},
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+}
 
 
 def main() -> None:
-    _, port, _, model, folder, *names = sys.argv[1:]
+    _, port, _, _, model, folder, *names = sys.argv[1:]
     if RANKS:
         os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK), "WORLD_SIZE": str(RANKS)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -45,7 +52,13 @@ def trainer(case: str, model: str, folder: Path, **fields: Any) -> Any:
     from accounts import make, shifted_engine
 
     ranks = max(RANKS, 1)
-    base: dict[str, Any] = {"size": 4 if ranks == 1 else 2, "ranks": ranks, "fsdp": RANKS > 0}
+    base: dict[str, Any] = {"size": 4 if ranks == 1 else 2, "ranks": ranks}
+    if fields.pop("whole", RANKS == 0):
+        pass
+    elif KIND == "fsdp":
+        base["fsdp"] = True
+    else:
+        base["deepspeed"] = ZERO_3
     # With a smaller epsilon, AdamW would make full-size steps from the rounding of gradients that are almost zero.
     base |= {"optim": "adamw_torch", "adam_epsilon": 1e-3, "learning_rate": 1e-3, "max_grad_norm": 0.05}
     if "engine" not in fields:
@@ -96,6 +109,7 @@ def with_settings(name: str) -> Callable[[str, Path], Any]:
             "filters": {"top_k": 20, "top_p": 0.9},
             "evaluated": {"evaluation": PROMPTS.select(range(5)), "eval_strategy": "steps", "eval_steps": 1},
             "thinking": {**INTERRUPTED, "max_completion_length": 16},
+            "checkpointed": {"gradient_checkpointing": True},
             "ahead": {"max_staleness": 1, "num_iterations": 1, "max_steps": 4},
         }[name]
         return result(trainer("grpo-grpo", model, folder / name, **fields))
@@ -114,10 +128,28 @@ def served(model: str, folder: Path) -> Any:
     everything: dict[str, Any] = {"top_k": 20, "max_staleness": 1, "num_iterations": 1, "max_steps": 4}
     everything |= {"evaluation": PROMPTS.select(range(5)), "eval_strategy": "steps", "eval_steps": 2}
     return {
-        "whole": run("whole", fsdp=False, num_iterations=1, top_p=0.9),
+        "whole": run("whole", whole=True, num_iterations=1, top_p=0.9),
         "sharded": run("sharded", num_iterations=1, top_p=0.9),
         "everything": run("everything", **everything),
     }
+
+
+def uneven(model: str, folder: Path) -> Any:
+    """The packs of one rank are smaller, so that it has more of them. The other rank plays the rest without weight."""
+    from lockstep.shards.model import ShardedModel
+
+    real, played = ShardedModel._play_learning, []
+
+    def counted(self: Any) -> None:
+        played.append(1)
+        real(self)
+
+    ShardedModel._play_learning = counted  # type: ignore[method-assign]
+    try:
+        found = result(trainer("grpo-grpo", model, folder / "uneven", token_budget=8 if RANK else 2048))
+    finally:
+        ShardedModel._play_learning = real  # type: ignore[method-assign]
+    return found | {"played": len(played)}
 
 
 SINGLE: dict[str, Any] = {"model_init_kwargs": {"dtype": "float32"}}
@@ -127,7 +159,7 @@ def in_float32(model: str, folder: Path) -> Any:
     """The same run on the same ranks, sharded and with the whole model on each rank. Their packs are the same too."""
     case = "grpo-full"
     return {
-        kind: result(trainer(case, model, folder / kind, fsdp=kind == "sharded", **SINGLE))
+        kind: result(trainer(case, model, folder / kind, whole=kind == "whole", **SINGLE))
         for kind in ("sharded", "whole")
     }
 
@@ -164,13 +196,22 @@ def saved(model: str, folder: Path) -> dict[str, Any]:
 
 def resumed(model: str, folder: Path) -> dict[str, Any]:
     """The last two steps again, from a checkpoint that two ranks have written."""
+    return _resumed(model, folder / f"resumed-{RANKS}", folder / "saved-2" / "checkpoint-2")
+
+
+def crossed(model: str, folder: Path) -> dict[str, Any]:
+    """The same, from a checkpoint of the other kind of shards."""
+    other = "fsdp" if KIND == "deepspeed" else "deepspeed"
+    return _resumed(model, folder / "crossed", folder.parent / other / "saved-2" / "checkpoint-2")
+
+
+def _resumed(model: str, folder: Path, checkpoint: Path) -> dict[str, Any]:
     import shutil
 
-    checkpoint = folder / "saved-2" / "checkpoint-2"
     run = trainer(
         "ppo",
         model,
-        folder / f"resumed-{RANKS}",
+        folder,
         max_steps=4,
         save_strategy="no",
         num_iterations=1,
@@ -186,8 +227,8 @@ def resumed(model: str, folder: Path) -> dict[str, Any]:
 
     run._load_from_checkpoint = load
     if RANK == 0:
-        (folder / f"resumed-{RANKS}").mkdir(exist_ok=True)
-        shutil.copyfile(checkpoint / "receipt.jsonl", folder / f"resumed-{RANKS}" / "receipt.jsonl")
+        folder.mkdir(exist_ok=True)
+        shutil.copyfile(checkpoint / "receipt.jsonl", folder / "receipt.jsonl")
     run.train(resume_from_checkpoint=str(checkpoint))
     return {
         "loaded": loaded,
@@ -254,12 +295,14 @@ def refused(model: str, folder: Path) -> Any:
 
 WORK: dict[str, Callable[[str, Path], Any]] = {
     **{case: of_method(case) for case in (*METHODS, *OTHERS, *ADAPTED)},
-    **{name: with_settings(name) for name in SETTINGS},
+    **{name: with_settings(name) for name in (*SETTINGS, "checkpointed")},
     "served": served,
+    "uneven": uneven,
     "float32": in_float32,
     "memory": memory,
     "saved": saved,
     "resumed": resumed,
+    "crossed": crossed,
     "refused": refused,
     "stale": stale,
     **{f"fails:{where}": fails(where) for where in ("before", "between", "inside")},

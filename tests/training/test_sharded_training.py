@@ -1,5 +1,6 @@
-"""A sharded policy (FSDP2 over gloo) trains as a whole one does: gradients, curves, proofs, memory, checkpoints, and errors.
+"""A sharded policy trains as a whole one does: gradients, curves, proofs, memory, checkpoints, and errors.
 
+FSDP2 and DeepSpeed ZeRO-3 shard it, over gloo. What both share (`shards/model.py`, `shards/passes.py`) is tested more with FSDP2.
 The ranks of one size do all the work in one group of processes (`sharded.py`), because starting them takes longer than the work.
 """
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from accounts import difference
 from portions import portion
-from sharded_works import ADAPTED, ALONE, FOUR, METHODS, OTHERS, SETTINGS, TWO
+from sharded_works import ADAPTED, ALONE, FOUR, METHODS, OTHERS, SETTINGS, TWO, ZERO
 from test_two_ranks import check_entries, run_ranks, same_logs
 
 pytestmark = pytest.mark.long
@@ -26,29 +27,52 @@ Found = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sharded")
 
 
-@pytest.fixture(scope="module")
-def found(untied_dir: str, folder: Path) -> Found:
-    """The results of a piece of work on one of `ranks` ranks, or in a single process without shards (0 ranks)."""
-    started: set[tuple[int, bool]] = set()
+@pytest.fixture(scope="module", params=["fsdp", "deepspeed"])
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "deepspeed":
+        pytest.importorskip("deepspeed")
+    return str(request.param)
 
-    def start(ranks: int, others: bool) -> None:
-        started.add((ranks, others))
-        logs = folder / f"logs-{ranks}-{others}"
-        logs.mkdir()
-        works = OTHERS if others else {0: ALONE, 2: TWO, 4: FOUR}[ranks]
+
+@pytest.fixture(scope="module")
+def folder(root: Path, kind: str) -> Path:
+    return root / kind
+
+
+@pytest.fixture(scope="module")
+def start(untied_dir: str, root: Path) -> Callable[[str, int, bool], Path]:
+    """Does all the work of one group of ranks, once, and returns the folder of its results. 0 ranks: the kind is "alone"."""
+
+    @functools.cache
+    def started(kind: str, ranks: int, others: bool) -> Path:
+        if kind == "deepspeed":
+            # It goes on from a checkpoint of FSDP2.
+            started("fsdp", 2, False)
+        logs = root / kind / f"logs-{ranks}-{others}"
+        logs.mkdir(parents=True)
+        works = OTHERS if others else {"alone": {0: ALONE}, "fsdp": {2: TWO, 4: FOUR}, "deepspeed": ZERO}[kind][ranks]
         names = [str(rank) for rank in range(max(ranks, 1))]
-        words = [str(ranks), untied_dir, str(folder), *works]
+        words = [kind, str(ranks), untied_dir, str(root / kind), *works]
         run_ranks([sys.executable, str(SCRIPT)], words, logs, [0] * len(names), names)
+        return root / kind
+
+    return started
+
+
+@pytest.fixture(scope="module")
+def found(start: Callable[[str, int, bool], Path], kind: str) -> Found:
+    """The results of a piece of work on one of `ranks` ranks, or in a single process without shards (0 ranks)."""
 
     @functools.cache
     def of(name: str, rank: int = 0, ranks: int = 2) -> Any:
-        if (ranks, name in OTHERS) not in started:
-            start(ranks, name in OTHERS)
-        return torch.load(folder / f"{name.replace(':', '-')}.{rank}-{ranks}.pt")
+        if kind == "deepspeed" and ranks and name not in ZERO[ranks]:
+            pytest.skip("with FSDP2 only")
+        place = start(kind if ranks else "alone", ranks, name in OTHERS)
+        return torch.load(place / f"{name.replace(':', '-')}.{rank}-{ranks}.pt")
 
     return of
 
@@ -70,16 +94,18 @@ def _curves(run: dict[str, Any]) -> list[dict[str, Any]]:
 def test_two_ranks_with_a_sharded_model_take_the_steps_of_one_without(found: Found, case: str) -> None:
     for rank in (0, 1):
         # Adapters are float32, also on these float64 models.
-        same_run(found(case, ranks=0), found(case, rank), 1e-5 if case in ADAPTED else 1e-6)
+        own = found(case, rank)
+        same_run(found(case, ranks=0), own, 1e-5 if case in ADAPTED else 1e-6)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_they_do_with_filters_evaluations_interrupted_thinking_and_generations_ahead(
     found: Found, folder: Path, setting: str
 ) -> None:
+    ranks = [found(setting, rank) for rank in (0, 1)]
     alone = found(setting, ranks=0)
-    for rank in (0, 1):
-        same_run(alone, found(setting, rank))
+    for own in ranks:
+        same_run(alone, own)
     if setting == "evaluated":
         assert sum("eval_reward" in log for log in alone["logs"]) == 2
     if setting == "ahead":
@@ -89,6 +115,17 @@ def test_they_do_with_filters_evaluations_interrupted_thinking_and_generations_a
 def test_four_ranks_do_too(found: Found) -> None:
     for rank in range(4):
         same_run(found("grpo-grpo", ranks=0), found("grpo-grpo", rank, 4))
+
+
+def test_gradient_checkpointing_changes_no_step(found: Found) -> None:
+    for rank in (0, 1):
+        same_run(found("grpo-grpo", ranks=0), found("checkpointed", rank))
+
+
+def test_a_rank_with_fewer_packs_plays_the_rest(found: Found) -> None:
+    assert found("uneven", 0)["played"] > found("uneven", 1)["played"]
+    for rank in (0, 1):
+        same_run(found("grpo-grpo", ranks=0), found("uneven", rank))
 
 
 def test_in_float32_a_sharded_model_takes_the_steps_of_ranks_that_each_hold_the_whole(found: Found) -> None:
@@ -112,11 +149,11 @@ def test_a_rank_plays_the_forwards_of_the_others_without_weight(found: Found) ->
     assert found("grpo-grpo", 1)["played"] > found("grpo-grpo", 0)["played"]
 
 
-@pytest.mark.parametrize("kind", ["weights", "gradients", "moments"])
-def test_each_rank_holds_its_share_of_weights_gradients_and_moments(found: Found, kind: str) -> None:
-    alone = found("memory", ranks=0)[kind]
+@pytest.mark.parametrize("part", ["weights", "gradients", "moments"])
+def test_each_rank_holds_its_share_of_weights_gradients_and_moments(found: Found, part: str) -> None:
+    alone = found("memory", ranks=0)[part]
     for ranks in (2, 4):
-        held = [found("memory", rank, ranks)[kind] for rank in range(ranks)]
+        held = [found("memory", rank, ranks)[part] for rank in range(ranks)]
         assert sum(held) == alone
         # Tensors with few rows cannot be cut evenly.
         assert max(held) <= 1.02 * alone / ranks
@@ -133,6 +170,16 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_two_and_on_four_ranks_to_the_bit(f
         allowed = 0.0 if ranks == 2 else 1e-6
         assert difference(saved["weights"], own["weights"]) <= allowed
         assert difference(saved["critic"], own["critic"]) <= allowed
+
+
+def test_a_checkpoint_of_fsdp_goes_on_with_deepspeed(root: Path, found: Found, kind: str) -> None:
+    if kind == "fsdp":
+        pytest.skip("it is the source")
+    for rank in (0, 1):
+        own = found("crossed", rank)
+        saved = torch.load(root / "fsdp" / f"saved.{rank}-2.pt")
+        assert difference(saved["weights"], own["weights"]) <= 1e-6
+        assert difference(saved["critic"], own["critic"]) <= 1e-6
 
 
 def _exported(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -180,8 +227,8 @@ def test_a_rank_that_fails_inside_a_forward_is_told_by_the_others_in_bounded_tim
     assert other["raised"] == "ZeroDivisionError"
 
 
-def test_what_is_not_supported_is_refused_by_name(found: Found) -> None:
+def test_what_is_not_supported_is_refused_by_name(found: Found, kind: str) -> None:
     for name, message in found("refused").items():
         assert f"{name}=" in message
-        assert "not supported with FSDP yet" in message
+        assert f"not supported with {'FSDP' if kind == 'fsdp' else 'DeepSpeed ZeRO-3'} yet" in message
     assert len(found("refused")) == 2

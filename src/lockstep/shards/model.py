@@ -1,7 +1,8 @@
-"""A sharded model: one group per decoder layer and one for the rest, as accelerate's FSDP2 plugin would shard it.
+"""A sharded model: one group of weights per decoder layer and one for the rest.
 
-The trainer (`training/trainers/online.py`) shards the policy and the reference before the optimizer is made. `sharded(model)`
-gives other code the `ShardedModel` of a model, or None where the model is whole on this rank.
+`fsdp.py` (FSDP2) or `zero/weights.py` (DeepSpeed ZeRO-3) holds the parts, gathers them and reduces gradients. What is here is the
+same for both. The trainer (`training/trainers/online.py`) shards the policy and the reference before the optimizer is made.
+`sharded(model)` gives other code the `ShardedModel` of a model, or None where the model is whole on this rank.
 
 Gradients are summed in float32 and never averaged: the loss of a pack is its share of the whole step's loss. In float32, 1, 2 and
 4 ranks so give the same gradients as a model that is not sharded. With autocast, the layers are gathered in autocast's dtype.
@@ -12,21 +13,40 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import causal_model
+from lockstep.shards.fsdp import FsdpWeights
 from lockstep.shards.parts import collected, is_sharded, local_part
 from lockstep.shards.passes import Passes
 
 T = TypeVar("T")
 # The attribute of a causal language model that holds its `ShardedModel`.
 _NAME = "_lockstep_shards"
-# The attribute that computes something as a forward of the model: FSDP gathers and frees the weights around it.
-_RUN = "_lockstep_run"
+
+
+class ShardedWeights(Protocol):
+    """The parts of a model's weights on this rank. Group 0 is the model without its layers; the layers follow, in their order."""
+
+    title: str
+
+    def gather(self, group: int) -> None: ...
+
+    def run(self, forward: Callable[[], list[torch.Tensor | None]]) -> None: ...
+
+    def end(self) -> None: ...
+
+    def whole_of(self, parameter: torch.Tensor) -> torch.Tensor | None: ...
+
+    def odd(self) -> list[str]: ...
+
+
+# Shards a model in place: (model, its layers, passes, device, dtype of autocast).
+Shard = Callable[[PreTrainedModel, Sequence[torch.nn.Module], Passes, torch.device, torch.dtype | None], ShardedWeights]
 
 
 def sharded(model: torch.nn.Module) -> ShardedModel | None:
@@ -43,6 +63,7 @@ class ShardedModel:
         passes: of this run.
         device: the device of this rank.
         autocast: dtype of the forward's autocast; None: there is none.
+        shard: `FsdpWeights` or `ZeroWeights`.
 
     Attributes:
         parameters: the sharded parameters by name. They are the ones that the optimizer changes, also while a layer is gathered.
@@ -53,14 +74,18 @@ class ShardedModel:
     """
 
     def __init__(
-        self, model: PreTrainedModel, passes: Passes, device: torch.device, autocast: torch.dtype | None = None
+        self,
+        model: PreTrainedModel,
+        passes: Passes,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        shard: Shard = FsdpWeights,
     ) -> None:
         layers = decoder_layers(model)
         if odd := [name for name, p in model.named_parameters() if not p.dim() or not p.is_floating_point()]:
-            raise InputError(f"{odd[0]} cannot be sharded: it is a single number or quantised; train without FSDP")
-        self._model, self._passes = model, passes
-        self._units: list[Any] = [model, *layers]
-        self._shard(layers, device, autocast)
+            raise InputError(f"{odd[0]} cannot be sharded: it is a single number or quantised; train without shards")
+        self._model, self._passes, self._layers = model, passes, layers
+        self.weights = shard(model, layers, passes, device, autocast)
         self.parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self._places = {id(p): i for i, p in enumerate(self.parameters.values())}
         self._hidden: torch.Tensor | None = None
@@ -68,38 +93,10 @@ class ShardedModel:
         self.learn: Callable[[], None] | None = None
         # The acts are done in this order: a rank that learns comes first, so that others join in with packs of their own.
         self._gathers = [passes.register(partial(collected, p)) for p in self.parameters.values()]
-        self._wholes = [passes.register(partial(self._play_unit, unit)) for unit in self._units]
+        self._wholes = [passes.register(partial(self._play_group, i)) for i in range(len(layers) + 1)]
         self._look = passes.register(self._play_look)
         self._learn = passes.register(self._play_learning)
         setattr(model, _NAME, self)
-
-    def _shard(self, layers: list[torch.nn.Module], device: torch.device, autocast: torch.dtype | None) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-
-        model, mesh = self._model, DeviceMesh.from_group(self._passes.group, device.type)
-        dtypes = {p.dtype for p in model.parameters()}
-        reduced = None if torch.float64 in dtypes else torch.float32
-        cast = autocast if dtypes == {torch.float32} else None
-        of_layers = MixedPrecisionPolicy(cast, reduced, cast_forward_inputs=False)
-        of_rest = MixedPrecisionPolicy(None, reduced, cast_forward_inputs=False)
-        # Buffers are small, and whole on every rank.
-        for buffer in model.buffers():
-            buffer.data = buffer.data.to(device)
-        for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=of_layers, reshard_after_forward=True)
-        # Embeddings, the last norm and the head stay whole from a forward to its backward; each act then reshards them.
-        fully_shard(model, mesh=mesh, mp_policy=of_rest, reshard_after_forward=False)
-        for unit in self._units:
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(device.type == "cpu")
-            # A tensor may have a gradient on some ranks only, such as an expert's.
-            unit.set_reduce_scatter_unused_params(True)
-            # `fully_shard` gives the module a class of its own. Who reads the class's name must find the model's.
-            type(unit).__name__ = type(unit).__name__.removeprefix("FSDP")
-        vars(model)[_RUN] = lambda compute: compute()
-        register_fsdp_forward_method(model, _RUN)
-        self._units[0]._get_fsdp_state()._lazy_init()
 
     # ---- forwards ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +127,7 @@ class ShardedModel:
         """
         self._hidden, trouble = None, None
         with self._passes.act(self._look), self._hook():
-            self._units[0].unshard()
+            self.weights.gather(0)
             try:
                 yield
             except Exception as error:
@@ -144,17 +141,16 @@ class ShardedModel:
 
     def whole_head(self) -> AbstractContextManager[None]:
         """A context in which embeddings, last norm and head are whole, without a forward of the layers."""
-        return self._whole_unit(0)
+        return self._whole_group(0)
 
     def whole_around(self, module: torch.nn.Module) -> AbstractContextManager[None]:
         """A context in which the weights of a module inside one layer, or outside of all layers, are whole."""
-        layers = self._units[1:]
-        return self._whole_unit(next((i for i, u in enumerate(layers, 1) if module in set(u.modules())), 0))
+        return self._whole_group(next((i for i, u in enumerate(self._layers, 1) if module in set(u.modules())), 0))
 
     @contextmanager
-    def _whole_unit(self, place: int) -> Iterator[None]:
-        with self._passes.act(self._wholes[place]):
-            self._units[place].unshard()
+    def _whole_group(self, group: int) -> Iterator[None]:
+        with self._passes.act(self._wholes[group]):
+            self.weights.gather(group)
         try:
             yield
         finally:
@@ -172,7 +168,7 @@ class ShardedModel:
             found.append(compute())
             return list(outputs(found[0]))
 
-        vars(self._model)[_RUN](forward)
+        self.weights.run(forward)
         return found[0]
 
     def backward(self, backward: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
@@ -198,7 +194,7 @@ class ShardedModel:
 
     def _end(self) -> None:
         """After an act: nothing is gathered any more."""
-        self._units[0].reset_iter_state()
+        self.weights.end()
 
     # ---- whole tensors ----------------------------------------------------------------------------------------------
 
@@ -213,13 +209,10 @@ class ShardedModel:
         Another parameter is returned as it is. The tensor has memory only while its layer is gathered. It exists after the
         first forward.
         """
-        for unit in self._units if id(parameter) in self._places else ():
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
-                for one in group.fsdp_params:
-                    if one.sharded_param is parameter:
-                        # A reference without the adapter may have left it frozen; the next gather sets it too.
-                        return one._unsharded_param.requires_grad_(parameter.requires_grad)
-        return parameter
+        if id(parameter) not in self._places or (found := self.weights.whole_of(parameter)) is None:
+            return parameter
+        # A reference without the adapter may have left it frozen; the next gather sets it too.
+        return found.requires_grad_(parameter.requires_grad)
 
     # ---- the state between acts -------------------------------------------------------------------------------------
 
@@ -236,13 +229,14 @@ class ShardedModel:
         sizes = self._passes.count
         odd += [n for n, p in now.items() if is_sharded(p) and local_part(p).shape[0] > -(-p.shape[0] // sizes)]
         odd += [name for name in now if name not in self.parameters]
+        odd += self.weights.odd()
         if odd:
             raise ProofError(
                 "shards",
                 f"at version {version} {len(odd)} of {len(self.parameters)} parameters are not sharded; the first is {odd[0]}",
                 "a layer stayed gathered after a forward, so that it holds its weights of before the optimizer's step; or a "
                 "parameter was added or replaced after the model was sharded",
-                "let nothing call unshard() on the model, and change no module after the trainer was made",
+                "let nothing gather weights of the model outside of a forward, and change no module after the trainer was made",
             )
 
     @property
@@ -252,13 +246,13 @@ class ShardedModel:
 
     # ---- what a rank plays without own work -------------------------------------------------------------------------
 
-    def _play_unit(self, unit: Any) -> None:
-        unit.unshard()
+    def _play_group(self, group: int) -> None:
+        self.weights.gather(group)
         self._end()
 
     @torch.no_grad()
     def _play_look(self) -> None:
-        self._units[0].unshard()
+        self.weights.gather(0)
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self._model.device)
         self._model.base_model(input_ids=ids, use_cache=False)
         self._end()
@@ -279,6 +273,7 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     found = [m for m in model.modules() if type(m).__name__ in names]
     if not found:
         raise InputError(
-            f"{type(model).__name__} names no decoder layers (_no_split_modules), so that it cannot be sharded; train without FSDP"
+            f"{type(model).__name__} names no decoder layers (_no_split_modules), so that it cannot be sharded; train without "
+            "shards"
         )
     return found

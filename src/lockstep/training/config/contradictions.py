@@ -70,7 +70,7 @@ def check_quantised_sampling(config: OnlineConfig) -> None:
     for name, refused in {
         "use_vllm=false": config.use_vllm is False,
         "vllm_enable_lora": config.vllm_enable_lora,
-        "FSDP": config.shards is not None,
+        str(config.sharded_by): config.sharded_by is not None,
     }.items():
         if refused:
             raise InputError(f"{name} is not supported with vllm_quantization; leave one of the two out")

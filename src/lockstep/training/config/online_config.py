@@ -20,6 +20,7 @@ from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
 from lockstep.parity.rescoring import Precision
 from lockstep.shards.settings import take_settings
+from lockstep.shards.zero.settings import check_values, take_zero_settings
 from lockstep.training.config.checks import check_fields
 from lockstep.training.config.contradictions import (
     check_best_model,
@@ -205,8 +206,14 @@ class OnlineConfig(
             self.use_cpu = True
         # The trainer shards the models itself, on a CPU too, so that accelerate must not.
         self.shards = take_settings(self.fsdp, self.fsdp_config, os.environ)  # type: ignore[has-type]
-        self.fsdp = self.fsdp_config = None
+        self.zero = take_zero_settings(self.deepspeed, os.environ)  # type: ignore[has-type]
+        if self.shards is not None and self.zero is not None:
+            raise InputError("FSDP and DeepSpeed are both asked for; leave one of the two out")
+        self.fsdp = self.fsdp_config = self.deepspeed = None
         super().__post_init__()
+        if self.zero is not None:
+            check_values(self.zero, self)
+            self.deepspeed = self.zero.field
         if self.shards is not None:
             # As the user has set them: a copy of the config asks for the same. The base class has made no plugin from them.
             self.fsdp, self.fsdp_config = True, self.shards.fields
@@ -233,6 +240,13 @@ class OnlineConfig(
         Raises:
             InputError: the sizes contradict each other.
         """
+
+    @property
+    def sharded_by(self) -> str | None:
+        """What shards the models over ranks: FSDP, DeepSpeed ZeRO-3, or nothing."""
+        if self.zero is not None and self.zero.shards:
+            return "DeepSpeed ZeRO-3"
+        return None if self.shards is None else "FSDP"
 
     @property
     def group_size(self) -> int:

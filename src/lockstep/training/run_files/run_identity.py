@@ -37,7 +37,7 @@ _BOOKKEEPING: dict[str, set[str]] = {
     "how much memory it takes": {
         "token_budget", "logits_chunk_size", "gradient_checkpointing", "gradient_checkpointing_kwargs",
         "vllm_gpu_memory_utilization", "vllm_max_num_seqs", "per_device_eval_batch_size", "torch_empty_cache_steps",
-        "fsdp", "fsdp_config", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
+        "fsdp", "fsdp_config", "deepspeed", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
     },
     "when it gives up": {"max_unscored_generations"},
     "how long it waits": {"vllm_server_timeout", "reward_timeout", "ddp_timeout", "tool_timeout", "agent_timeout"},

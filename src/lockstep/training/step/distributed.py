@@ -27,7 +27,8 @@ _BUCKET = 1 << 24
 
 def leave_unwrapped(accelerator: Any) -> None:
     """Let accelerate place the model without DistributedDataParallel, whose reducer expects one backward per step."""
-    if accelerator.num_processes > 1:
+    # torchrun with one process makes a group too.
+    if dist.is_initialized():
         accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
 
 

@@ -228,7 +228,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._seen = {name: self.count_seen(prompts) for name, prompts in self._eval_prompts.items()}
         self._method_state = MethodState(self.objective, self.reference if follows else None, self.critic, self._order)
 
-        if args.shards is not None:
+        if args.sharded_by is not None:
             shard_models(
                 self.ranks, policy, self.reference, args, plain_rows=self._plain_rows, images=images is not None
             )

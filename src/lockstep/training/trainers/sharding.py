@@ -1,4 +1,4 @@
-"""Shards the models of a run over its ranks, where the user's configuration asks for FSDP2.
+"""Shards the models of a run over its ranks, where the user's configuration asks for FSDP2 or DeepSpeed ZeRO-3.
 
 `training/trainers/online.py` calls it after everything has been read from the whole models, and before the optimizer is made.
 """
@@ -16,7 +16,9 @@ from lockstep.models.adapters import causal_model
 from lockstep.models.checkpoint_names import expert_names
 from lockstep.models.quantised import is_quantised
 from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.shards.model import ShardedModel
+from lockstep.shards.fsdp import FsdpWeights
+from lockstep.shards.model import Shard, ShardedModel
+from lockstep.shards.zero.weights import ZeroWeights
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.passes import plays_learning
 from lockstep.training.forward.reference import Reference
@@ -41,21 +43,24 @@ def shard_models(
         ProofError: the ranks have loaded different weights.
     """
     if not torch.distributed.is_initialized():
-        raise InputError("FSDP is asked for, and this is a single process: start it with torchrun or accelerate launch")
+        raise InputError(
+            f"{args.sharded_by} is asked for, and this is a single process: start it with torchrun or accelerate launch"
+        )
     _refuse(policy, args, images=images)
     inner, passes = causal_model(policy), ranks.share_passes()
     check_same_weights(ranks, [policy], 0)
     autocast = args.precision.autocast
-    shards = ShardedModel(inner, passes, args.device, autocast)
+    shard: Shard = FsdpWeights if args.shards is not None else ZeroWeights
+    shards = ShardedModel(inner, passes, args.device, autocast, shard)
     cast = partial(torch.autocast, args.device.type, autocast, enabled=autocast is not None)
     shards.learn = plays_learning(inner, shards, cast, plain_rows=plain_rows)
     if reference is not None and reference.own is not None:
-        ShardedModel(reference.own, passes, args.device, autocast)
+        ShardedModel(reference.own, passes, args.device, autocast, shard)
     if ranks.owner:
         whole = sum(p.numel() for p in inner.parameters())
         _logger.info(
-            f"the policy is sharded over {ranks.count} ranks (FSDP2); rank 0 holds {shards.elements:,} of {whole:,} "
-            "weights"
+            f"the policy is sharded over {ranks.count} ranks ({shards.weights.title}); rank 0 holds {shards.elements:,} of "
+            f"{whole:,} weights"
         )
 
 
@@ -76,5 +81,5 @@ def _refuse(policy: PreTrainedModel, args: OnlineConfig, *, images: bool) -> Non
     }.items():
         if refused:
             raise InputError(
-                f"{name} is not supported with FSDP yet; leave one of the two out (docs/guides/sharding.md)"
+                f"{name} is not supported with {args.sharded_by} yet; leave one of the two out (docs/guides/sharding.md)"
             )

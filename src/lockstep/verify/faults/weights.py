@@ -253,7 +253,7 @@ def _stays_gathered(stage: Stage) -> Patch:
 
 
 def _needs_shards(stage: Stage) -> str:
-    return "" if stage.trainer.ranks.passes is not None else "the model is whole on this rank (no FSDP)"
+    return "" if stage.trainer.ranks.passes is not None else "the model is whole on this rank (no shards)"
 
 
 def _tied(stage: Stage) -> bool:

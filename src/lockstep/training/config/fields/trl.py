@@ -26,7 +26,7 @@ _ONE_VALUE = doc("Only one value is supported; see docs/reference/migrating-from
 # Per name: the supported values, and why others are refused.
 ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False,), "code that comes with a model is not run"),
-    "ds3_gather_for_generation": ((True,), "DeepSpeed is not supported yet"),
+    "ds3_gather_for_generation": ((True,), "a push gathers one tensor at a time, as it must"),
     "cache_implementation": ((None,), "the engines choose their own cache"),
     "use_transformers_continuous_batching": ((False,), "use vLLM"),
     "transformers_continuous_batching_config": ((None,), "use vLLM"),
@@ -45,7 +45,6 @@ UNSUPPORTED: dict[str, object] = {
     "remove_unused_columns": False,
     "dataloader_drop_last": True,
     "torch_compile": False,
-    "deepspeed": None,
     "label_smoothing_factor": 0.0,
     "neftune_noise_alpha": None,
     "train_sampling_strategy": "random",
