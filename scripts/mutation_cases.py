@@ -1082,8 +1082,8 @@ MUTATIONS = [
     _of(
         SCORED_AGAIN,
         "the engine's new scores are not compared",
-        "        if over_limits(gap := self._pools",
-        "        if False and over_limits(gap := self._pools",
+        '        check_gap(\n            self._pools["asked_again"]',
+        '        (lambda *a: None)(\n            self._pools["asked_again"]',
     ),
     _of(COMPARED_AHEAD, "no completion is compared ahead", "            if not drawn:", "            if True:"),
     _of(FROZEN, "a reference that may be the policy", "        if shared:", "        if False:"),
@@ -2706,6 +2706,27 @@ MUTATIONS = [
         "    x = x.contiguous()\n",
         "",
         "tests/engines/test_vllm_norms.py",
+    ),
+    Mutation(
+        "the room of layers that keep everything is never used up",
+        "training/forward/recomputation.py",
+        "            self._left -= needed",
+        "            pass",
+        "tests/training/test_recomputation.py",
+    ),
+    Mutation(
+        "short packs recompute every layer",
+        "training/forward/recomputation.py",
+        "    if room.takes(_KEPT_BYTES[kind] * positions):",
+        "    if False:",
+        "tests/training/test_recomputation.py",
+    ),
+    Mutation(
+        "the bytes of a layer are taken for those of one position",
+        "training/forward/recomputation.py",
+        "sum(found.values()) / positions",
+        "sum(found.values())",
+        "tests/training/test_recomputation.py",
     ),
     Mutation(
         "the canary casts every weight for every sequence",

@@ -90,7 +90,7 @@ def bytes_of(model: torch.nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def layer_bytes(model: PreTrainedModel, pack: Pack) -> float:
+def layer_bytes(pack: Pack) -> float:
     """What a layer keeps of this pack if it keeps everything, as it was measured."""
     return max(recomputation._KEPT_BYTES.values(), default=0) * pack.input_ids.numel()
 
@@ -117,7 +117,7 @@ def test_gradients_are_the_same_to_the_bit(kind: str, half: bool, monkeypatch: p
     model, pack = prepared(MODELS[kind], monkeypatch)
     results = []
     # The forwards recompute no layer (their memory is measured in this dtype), every layer, some layers, and none.
-    for room in (0, 0, 1.5 * layer_bytes(model, pack) / bytes_of(model), None):
+    for room in (0, 0, 1.5 * layer_bytes(pack) / bytes_of(model), None):
         if room is None:
             plainly(monkeypatch)
         else:
@@ -199,6 +199,19 @@ def recomputed_layers(model: PreTrainedModel, pack: Pack) -> int:
     return counting.calls[ATEN.silu.default] - model.config.num_hidden_layers
 
 
+def test_what_a_layer_keeps_is_measured_per_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recomputation, "_KEPT_BYTES", {})
+    models = [make_model("llama", num_hidden_layers=layers).train() for layers in (2, 3)]
+    for model in models:
+        adopt_tree_attention(model)
+    pack = pack_for(models[0])
+    forward(models[0], pack)
+    measured = layer_bytes(pack)
+    plainly(monkeypatch)
+    fewer, more = (left_bytes(model, pack) for model in models)
+    assert measured == pytest.approx(more - fewer, rel=0.1)
+
+
 def test_layers_keep_everything_as_long_as_it_takes_no_more_memory_than_the_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -207,7 +220,7 @@ def test_layers_keep_everything_as_long_as_it_takes_no_more_memory_than_the_weig
     adopt_tree_attention(model)
     pack = pack_for(model)
     forward(model, pack)
-    needed = layer_bytes(model, pack)
+    needed = layer_bytes(pack)
     assert recomputed_layers(model, pack) == max(0, 5 - int(bytes_of(model) / needed))
     for layers in range(6):
         monkeypatch.setattr(recomputation, "WEIGHTS_OF_ROOM", (layers + 0.5) * needed / bytes_of(model))

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from lockstep.engines.protocol import Completion, ProbedEngine, Sampling
 from lockstep.errors import InputError
 from lockstep.parity.distributions import Distribution
-from lockstep.parity.gap import GapStats
+from lockstep.parity.gap import GapStats, gap_error, over_limits
 from lockstep.parity.module_probe import ModuleProbe
 from lockstep.parity.rescoring import Precision, sampled_logps
 from lockstep.parity.routing import routing_differences
@@ -98,6 +98,16 @@ def split_gap(
     if other_dtype is not None and other_dtype < _EXPLAINS * rest:
         numerics = max(numerics, rest - other_dtype)
     return GapParts(fresh + stale, semantics, numerics, stale, rest - numerics)
+
+
+def check_gap(gap: GapStats, limit: Tolerance, version: int, cause: str, fix: str) -> None:
+    """Check a gap whose cause is known beforehand, because its tokens prove one thing only.
+
+    Raises:
+        ProofError: the gap is over a limit.
+    """
+    if over_limits(gap, limit):
+        raise gap_error(gap, limit, version, str(split_gap(gap.mean_abs, 0.0, limit)), cause, fix)
 
 
 def decompose(

@@ -17,9 +17,9 @@ import torch
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
 from lockstep.errors import ProofError
 from lockstep.parity.canary import canary_gap, check_canary
-from lockstep.parity.decomposition import split_gap
+from lockstep.parity.decomposition import check_gap
 from lockstep.parity.distributions import Distribution
-from lockstep.parity.gap import GapStats, gap_error, measure_gap, over_limits
+from lockstep.parity.gap import GapStats, measure_gap
 from lockstep.parity.quantised_gap import QuantisationError
 from lockstep.parity.rescoring import sampled_logps
 from lockstep.parity.tolerances import Tolerance
@@ -84,16 +84,14 @@ def sample_with_whole_inputs(
             kept = own.isfinite() if distribution.sampling.is_filtered else torch.ones(len(own), dtype=torch.bool)
             behaviour = torch.from_numpy(answer.sampled_logprobs.copy())
             gap += measure_gap(behaviour[kept], own[kept], [str(key)], [int(kept.sum())])
-    if over_limits(gap, limit):
-        raise gap_error(
-            gap,
-            limit,
-            version,
-            str(split_gap(gap.mean_abs, 0.0, limit)),
-            "with inputs that are not quantised, the engine scores the canary as the trainer does, and reports other log-probs for "
-            "tokens that it samples: another temperature, other filters, or log-probs of another token",
-            "start the engine with logprobs_mode=processed_logprobs and without sampling settings of its own",
-        )
+    check_gap(
+        gap,
+        limit,
+        version,
+        "with inputs that are not quantised, the engine scores the canary as the trainer does, and reports other log-probs for "
+        "tokens that it samples: another temperature, other filters, or log-probs of another token",
+        "start the engine with logprobs_mode=processed_logprobs and without sampling settings of its own",
+    )
     return gap
 
 

@@ -9,7 +9,6 @@ is not measured, and Liger's kernels save less on a GPU anyway.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -60,7 +59,10 @@ def products_kept(model: PreTrainedModel) -> Iterator[None]:
         and model.supports_gradient_checkpointing
         and not model.is_gradient_checkpointing
     )
-    before = [(layer, {n: v for n, v in vars(layer).items() if n in _NAMES}) for layer in _outermost(model) if wanted]
+    if not wanted:
+        yield
+        return
+    before = [(layer, {n: v for n, v in vars(layer).items() if n in _NAMES}) for layer in _outermost(model)]
     room = _Room(WEIGHTS_OF_ROOM * sum(p.numel() * p.element_size() for p in model.parameters()))
     for layer, _ in before:
         vars(layer).update(zip(_NAMES, (True, partial(_run, layer, room)), strict=True))
@@ -92,14 +94,16 @@ def layers_computed_twice() -> int:
 
 
 def _run(layer: torch.nn.Module, room: _Room, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any) -> Any:
-    if layer in _CHANGING or room.takes(layer, hidden):
+    if layer in _CHANGING:
         return forward(hidden, *args)
-    kind = _kind(layer, hidden)
+    kind, positions = _kind(layer, hidden), hidden.shape[:-1].numel()
     if kind not in _KEPT_BYTES:
-        with _bytes_kept(layer, _positions(hidden)) as per_position:
+        with _bytes_kept(layer, positions) as per_position:
             result = forward(hidden, *args)
         _KEPT_BYTES[kind] = per_position()
         return result
+    if room.takes(_KEPT_BYTES[kind] * positions):
+        return forward(hidden, *args)
     kept = _Kept()
     contexts = partial(create_selective_checkpoint_contexts, kept.policy)
     result = checkpoint(forward, hidden, *args, use_reentrant=False, context_fn=contexts)
@@ -119,9 +123,8 @@ class _Room:
     def __init__(self, size: float) -> None:
         self._left = size
 
-    def takes(self, layer: torch.nn.Module, hidden: torch.Tensor) -> bool:
-        """Whether there is room for a layer with this input. If so, the room is taken."""
-        needed = _KEPT_BYTES.get(_kind(layer, hidden), math.inf) * _positions(hidden)
+    def takes(self, needed: float) -> bool:
+        """Whether there is room for this many bytes. If so, the room is taken."""
         if fits := needed <= self._left:
             self._left -= needed
         return fits
@@ -134,10 +137,6 @@ _KEPT_BYTES: dict[tuple[object, ...], float] = {}
 def _kind(layer: torch.nn.Module, hidden: torch.Tensor) -> tuple[object, ...]:
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return type(layer), sum(p.numel() for p in layer.parameters()), hidden.dtype, autocast
-
-
-def _positions(hidden: torch.Tensor) -> int:
-    return hidden.shape[:-1].numel()
 
 
 @contextmanager
