@@ -46,8 +46,9 @@ NO_MASK = no_mask(CPU)
 
 
 def tree_of(ends: torch.Tensor, dtype: torch.dtype = torch.float32) -> TreeAttention:
-    with small_blocks():
-        return TreeAttention.of(ends, CPU, dtype, 7)
+    with small_blocks(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_attention, "CHAIN_ROWS", 7)
+        return TreeAttention.of(ends, CPU, dtype, torch.float16)
 
 
 def drawn(size: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:

@@ -21,7 +21,6 @@ from lockstep.models.policy import fp32_head_product
 from lockstep.tokens.arrays import Ids
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import flat
-from lockstep.training.forward.attention.attention_plan import CHAIN_ROWS
 from lockstep.training.forward.attention.block_attention import TreeAttention
 from lockstep.training.forward.attention.flex_attention import FLEX, block_mask
 from lockstep.training.forward.attention.tree_attention import TREE, no_mask, passes_trees_on
@@ -278,15 +277,14 @@ def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
     if kind == FLEX:
         tree: Any = block_mask(pack.ends, device)
     else:
-        tree = TreeAttention.of(pack.ends, device, model.dtype, _chain_rows(model, device))
+        tree = TreeAttention.of(pack.ends, device, model.dtype, _half(model, device))
     return {"attention_mask": no_mask(device), "position_ids": pack.position_ids, "tree": tree}
 
 
-def _chain_rows(model: PreTrainedModel, device: torch.device) -> int | None:
-    """Rows at which attention cuts a chain: only on a CPU, in a run in half precision. In float32 the rounding of the parts would
-    make gradients less exact by a half."""
-    half = torch.is_autocast_enabled(device.type) or model.dtype.itemsize < torch.float32.itemsize
-    return CHAIN_ROWS if device.type == "cpu" and half else None
+def _half(model: PreTrainedModel, device: torch.device) -> torch.dtype | None:
+    """The half precision in which a model multiplies, if it does."""
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
+    return dtype if dtype.itemsize < torch.float32.itemsize else None
 
 
 def _values(critic: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ Queries, keys, values and the result are kept for the backward. No keys are kept
 On a CPU the attention of a row has two parts: the columns that its block shares, and the block itself. PyTorch's flash kernel
 computes each part separately. Let oₚ be the result of a part and lₚ the logarithm of its softmax's denominator. The whole is
 l = log(Σ exp lₚ), o = Σ exp(lₚ − l) · oₚ. If the kernel's backward of a part gets the o and l of the whole, it returns that
-part of the gradient. On other devices PyTorch's public function computes each block with all of its columns. The backward
-computes the block again.
+part of the gradient. A run in bf16 has a backward of its own (`half_backward.py`). On other devices PyTorch's public function
+computes each block with all of its columns. The backward computes the block again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from lockstep.training.batch.tree import Ints
+from lockstep.training.config.precision import has_fast_bf16
 from lockstep.training.forward.attention.attention_plan import (
+    CHAIN_ROWS,
     ROWS,
     AttentionPlan,
     Block,
@@ -32,6 +34,7 @@ from lockstep.training.forward.attention.attention_plan import (
     window_ends,
 )
 from lockstep.training.forward.attention.capped_attention import capped_attention
+from lockstep.training.forward.attention.half_backward import half_backward
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -50,17 +53,19 @@ class TreeAttention:
         plan: the pieces.
         masks: one mask per block; None for a chain. Its shape is (1, 1, rows, columns): first the columns that only some rows
             see, then those of the block itself. It is bool, or on a CPU a float mask that is added to the scores.
+        fast: whether a CPU's backward multiplies in bf16 (`half_backward.py`).
     """
 
     plan: AttentionPlan
     masks: tuple[torch.Tensor | None, ...]
+    fast: bool = False
 
     def __post_init__(self) -> None:
         _TREES[id(self)] = self
 
     @classmethod
     def of(
-        cls, ends: torch.Tensor, device: torch.device, dtype: torch.dtype, chain_rows: int | None = None
+        cls, ends: torch.Tensor, device: torch.device, dtype: torch.dtype, half: torch.dtype | None = None
     ) -> TreeAttention:
         """Plan attention over a pack.
 
@@ -68,11 +73,14 @@ class TreeAttention:
             ends: (T,) `ends` of the pack.
             device: the device that computes attention.
             dtype: dtype of the model. A CPU computes attention at least in float32.
-            chain_rows: as in `plan_attention`.
+            half: the half precision in which the run multiplies; None: it multiplies in `dtype`. On a CPU, chains are then cut. (In
+                float32 the rounding of the parts would make gradients less exact by a half.) If the CPU multiplies fast in
+                bf16, the backward does so too.
         """
         known = ends.numpy()
-        plan = plan_attention(known, _rows(len(known), device), chain_rows)
-        return cls._planned(plan, known, device, dtype)
+        cut = half is not None and device.type == "cpu"
+        plan = plan_attention(known, _rows(len(known), device), CHAIN_ROWS if cut else None)
+        return cls._planned(plan, known, device, dtype, fast=cut and half is torch.bfloat16 and has_fast_bf16())
 
     @classmethod
     def within(cls, window: int, size: int, device: torch.device, dtype: torch.dtype) -> TreeAttention:
@@ -81,7 +89,9 @@ class TreeAttention:
         return cls._planned(plan, window_ends(size, window), device, dtype)
 
     @classmethod
-    def _planned(cls, plan: AttentionPlan, ends: Ints, device: torch.device, dtype: torch.dtype) -> TreeAttention:
+    def _planned(
+        cls, plan: AttentionPlan, ends: Ints, device: torch.device, dtype: torch.dtype, fast: bool = False
+    ) -> TreeAttention:
         masks: list[torch.Tensor | None] = []
         for block in plan.blocks:
             mask = None if block.chain else _mask(ends, block)
@@ -90,7 +100,7 @@ class TreeAttention:
                 added = torch.zeros(mask.shape, dtype=torch.promote_types(dtype, torch.float32))
                 mask = added.masked_fill_(~mask, -torch.inf)
             masks.append(mask if mask is None else mask.to(device))
-        return cls(plan, tuple(masks))
+        return cls(plan, tuple(masks), fast)
 
     def __call__(
         self,
@@ -173,8 +183,9 @@ class _Merged(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: TreeAttention, scale: float
     ) -> torch.Tensor:
-        out, total = attend_as_one(query, key, value, id(tree), scale)
-        ctx.save_for_backward(query, key, value, out, total)
+        kept = tuple(part.bfloat16() for part in (query, key, value)) if tree.fast else (query, key, value)
+        out, total = attend_as_one(*(part.to(query.dtype) for part in kept), id(tree), scale)
+        ctx.save_for_backward(*kept, out, total)
         ctx.tree, ctx.scale = tree, scale
         return out
 
@@ -183,6 +194,8 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, out, total = ctx.saved_tensors
         tree: TreeAttention = ctx.tree
+        if tree.fast:
+            return (*half_backward(of_out, query, key, value, out, total, tree.plan, tree.masks, ctx.scale), None, None)
         of_query, of_key, of_value = (torch.zeros_like(part) for part in (query, key, value))
 
         def add(start: int, stop: int, columns: tuple[Run, ...], chain: bool, mask: torch.Tensor | None) -> None:
