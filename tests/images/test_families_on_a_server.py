@@ -27,7 +27,7 @@ from tiny import CONTEXT
 from lockstep.engines.http import server_messages, server_pictures, server_requests
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import ProofError
-from lockstep.parity.module_probe import ModuleProbe
+from lockstep.parity.weights.module_probe import ModuleProbe
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT, BF16_LIMIT = 1e-3, 0.15

@@ -34,8 +34,8 @@ from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.images.prompts import ImagePrompts
-from lockstep.parity.module_probe import ModuleProbe
-from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps
+from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 

@@ -41,8 +41,8 @@ from lockstep.integrations.trl_parameters import (
 from lockstep.integrations.trl_pictures import Shown, TrlPictures, tokenizer_of
 from lockstep.models.adapters import causal_model
 from lockstep.models.resolve import resolve_model
+from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.parity.proven_push import PushProof
-from lockstep.parity.rescoring import Precision
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.server.keys import key_for
 from lockstep.tokens.arrays import Ids, Reals

@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel, Trainer
 
 from lockstep.models.adapters import causal_model
-from lockstep.parity.kept_sets import KeptSetProof
+from lockstep.parity.sampling.kept_sets import KeptSetProof
 from lockstep.parity.step.reference import FrozenWeights
-from lockstep.parity.step.settings import SettingsProof
+from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.shards.gradients import clip_sharded

@@ -1,7 +1,7 @@
 """A sampling distribution as a proof scores it, and the distributions that an engine may have used by mistake.
 
-`parity/rescoring.py` scores completions under a distribution. If a gap fails, `parity/decomposition.py` tries the others. The one
-that makes the gap vanish says which setting only one side has applied.
+`parity/logprobs/rescoring.py` scores completions under a distribution. If a gap fails, `parity/logprobs/decomposition.py` tries the
+others. The one that makes the gap vanish says which setting only one side has applied.
 """
 
 from __future__ import annotations

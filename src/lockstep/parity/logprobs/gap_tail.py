@@ -1,16 +1,16 @@
 """The limit on the largest gap of a step, computed from the gaps of the run's earlier steps.
 
-It takes the gap of every step that has passed (`parity/gap.py`) and the limits of the dtypes (`parity/tolerances.py`). The result
-is the limit for the next step. The limit depends on the model: in bf16, the largest gaps of SmolLM2-135M are a third of the
-largest gaps of a random model without normalised queries. One fixed limit would be too strict for the random model, or would
-miss faults of SmolLM2-135M.
+It takes the gap of every step that has passed (`parity/logprobs/gap.py`) and the limits of the dtypes (`parity/tolerances.py`). The
+result is the limit for the next step. The limit depends on the model: in bf16, the largest gaps of SmolLM2-135M are a third of the
+largest gaps of a random model without normalised queries. One fixed limit would be too strict for the random model, or would miss
+faults of SmolLM2-135M.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from lockstep.parity.gap import GapStats
+from lockstep.parity.logprobs.gap import GapStats
 from lockstep.parity.tolerances import Tolerance
 
 # Weight of the prior: the estimate starts as if this many tokens with the dtypes' widest tail had been measured.

@@ -7,7 +7,7 @@ because a code that is rounded to its other neighbour changes the next layers to
 
 The quantisation error is numerics, and the importance weights of the loss correct for it. The limits on the gap are those of the
 dtypes, plus a multiple of the error that was measured on tokens of the run (`widened`). So a gap that quantisation does not explain
-is refused like any other. That the engine quantises the right weights is proven by `parity/module_probe.py`.
+is refused like any other. That the engine quantises the right weights is proven by `parity/weights/module_probe.py`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from transformers.pytorch_utils import Conv1D
 from lockstep.definitions.quantisation import quantised_linear, quantised_rows
 from lockstep.engines.protocol import Completion, Sampling
 from lockstep.models.adapters import causal_model
-from lockstep.parity.canary import canary_gap
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.gap import GapStats, measure_gap
-from lockstep.parity.rescoring import Precision, casting_once, completion_logps, sampled_logps
+from lockstep.parity.logprobs.canary import canary_gap
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.gap import GapStats, measure_gap
+from lockstep.parity.logprobs.rescoring import Precision, casting_once, completion_logps, sampled_logps
 from lockstep.parity.tolerances import Tolerance
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.source import PlainSource
@@ -64,7 +64,7 @@ def widened(limit: Tolerance, error: GapStats) -> Tolerance:
         limit: the limits of the dtypes.
         error: the quantisation error of some tokens.
     """
-    # The scale of an exponential tail, from its moments (`parity/tail.py`).
+    # The scale of an exponential tail, from its moments (`parity/logprobs/gap_tail.py`).
     tail = error.sum_fourths / (4 * error.sum_cubes) if error.sum_cubes > 0 else 0.0
     return replace(
         limit,

@@ -16,12 +16,12 @@ import torch
 
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
 from lockstep.errors import ProofError
-from lockstep.parity.canary import canary_gap, check_canary
-from lockstep.parity.decomposition import check_gap
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.gap import GapStats, measure_gap
-from lockstep.parity.quantised_gap import QuantisationError
-from lockstep.parity.rescoring import sampled_logps
+from lockstep.parity.logprobs.canary import canary_gap, check_canary
+from lockstep.parity.logprobs.decomposition import check_gap
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.gap import GapStats, measure_gap
+from lockstep.parity.logprobs.quantised_gap import QuantisationError
+from lockstep.parity.logprobs.rescoring import sampled_logps
 from lockstep.parity.tolerances import Tolerance
 from lockstep.tokens.arrays import whole_numbers
 

@@ -1,7 +1,7 @@
 """Which ids min-p, top-k and top-p keep, within the rounding of the logits: ids that are surely kept, and ids that may be kept.
 
 Engine and trainer compute logits that differ by rounding. Therefore an id at the edge of a set may be in one set and not in the
-other. `parity/kept_sets.py` compares an engine's set with these bounds. The order of the filters is that of
+other. `parity/sampling/kept_sets.py` compares an engine's set with these bounds. The order of the filters is that of
 `engines/filters/sampling.py`. Every filter keeps the likeliest ids. Therefore two edges describe what it does for any rounding.
 """
 

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion, ProbedEngine, Sampling
 from lockstep.errors import InputError
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.gap import GapStats, gap_error, over_limits
-from lockstep.parity.module_probe import ModuleProbe
-from lockstep.parity.rescoring import Precision, sampled_logps
-from lockstep.parity.routing import routing_differences
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.expert_routing import routing_differences
+from lockstep.parity.logprobs.gap import GapStats, gap_error, over_limits
+from lockstep.parity.logprobs.rescoring import Precision, sampled_logps
 from lockstep.parity.tolerances import Tolerance
+from lockstep.parity.weights.module_probe import ModuleProbe
 
 # An explanation counts only if it leaves less than this share of the gap.
 _EXPLAINS = 0.5

@@ -1,7 +1,7 @@
 """The draws proof: every token was drawn from the distribution whose log-prob the engine reported.
 
 An engine that samples at another temperature, cuts the tail or keeps the better of two tokens, and reports the right log-probs,
-has no gap. The proof bets against such engines on every sampled token of drawn rollouts (`parity/step/bets.py`). The product of
+has no gap. The proof bets against such engines on every sampled token of drawn rollouts (`parity/sampling/bets.py`). The product of
 the pays is the evidence of a bet. Without a fault it has mean 1 at any time, so it exceeds 1e6 in at most one of a million runs of
 any length (Ville's inequality). Why the mean is 1:
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from lockstep.errors import ProofError
-from lockstep.parity.step.bets import BETS, TokenDraws
+from lockstep.parity.sampling.bets import BETS, TokenDraws
 
 # Largest probability that the evidence of a run without a fault ever reaches the limit.
 FALSE_ALARM = 1e-6

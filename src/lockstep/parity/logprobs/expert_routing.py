@@ -1,7 +1,7 @@
 """How often rounding sends a token of a mixture of experts to other experts.
 
-`parity/decomposition.py` asks for it when a gap in half precision is over its limit. Near a router's border the engine's rounding
-may choose other experts than the trainer's, with equal weights. vLLM reports its experts only from its second model runner
+`parity/logprobs/decomposition.py` asks for it when a gap in half precision is over its limit. Near a router's border the engine's
+rounding may choose other experts than the trainer's, with equal weights. vLLM reports its experts only from its second model runner
 (docs/internals/models-and-tokens.md#mixtures-of-experts). Therefore the trainer's own choices in two precisions are compared.
 """
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lockstep.engines.protocol import Completion
 from lockstep.models.adapters import causal_model
 from lockstep.models.routers import chosen_experts, experts_per_token, has_routers
-from lockstep.parity.rescoring import Precision, in_precision
+from lockstep.parity.logprobs.rescoring import Precision, in_precision
 
 
 def routing_differences(

@@ -2,8 +2,8 @@
 
 `training/step/drawn_rows.py` uses it at the forward that proves a generation's tokens, before the policy moves. The trainer scores
 sampled tokens among the engine's kept ids. Therefore the parity gap does not see a filter that the engine applies wrongly or not at
-all, and this proof does. The whole logits come from the hidden states of that forward, and `parity/filter_bounds.py` says what the
-filters keep.
+all, and this proof does. The whole logits come from the hidden states of that forward, and `parity/sampling/filter_bounds.py` says
+what the filters keep.
 
 The proof computes the rounding of the logits that would explain each set. It is 0 if the trainer keeps the same ids. There are two
 limits: one for the rounding of each token, and one for the mean over the drawn tokens. In half precision a single token may differ
@@ -20,8 +20,8 @@ import torch
 
 from lockstep.engines.protocol import Sampling
 from lockstep.errors import ProofError
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.filter_bounds import FilterBounds
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.sampling.filter_bounds import FilterBounds
 from lockstep.parity.tolerances import Tolerance
 from lockstep.tokens.arrays import SmallIds
 

@@ -33,7 +33,7 @@ class GapStats:
         max_abs: largest |g|.
         sum_k3: sum of exp(−g) − 1 + g.
         worst: name of the request with the largest |g|.
-        sum_cubes, sum_fourths: sums of |g|³ and g⁴: how fast the tail of the distribution falls (`parity/tail.py`).
+        sum_cubes, sum_fourths: sums of |g|³ and g⁴: how fast the tail of the distribution falls (`parity/logprobs/gap_tail.py`).
     """
 
     tokens: int = 0
@@ -178,7 +178,7 @@ class PooledGap:
 
 
 def gap_error(stats: GapStats, limit: Tolerance, version: int, parts: str, cause: str, fix: str) -> ProofError:
-    """The error for a gap over its limits. `parts`, `cause` and `fix` come from `parity/decomposition.py`."""
+    """The error for a gap over its limits. `parts`, `cause` and `fix` come from `parity/logprobs/decomposition.py`."""
     return ProofError(
         "gap",
         f"at version {version}, over {stats.tokens} sampled tokens: {', '.join(over_limits(stats, limit))} nats "

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import ProbedEngine, Sampling
-from lockstep.parity.decomposition import check_gap
-from lockstep.parity.gap import GapStats, measure_gap
-from lockstep.parity.rescoring import Precision, casting_once, completion_logps
+from lockstep.parity.logprobs.decomposition import check_gap
+from lockstep.parity.logprobs.gap import GapStats, measure_gap
+from lockstep.parity.logprobs.rescoring import Precision, casting_once, completion_logps
 from lockstep.parity.tolerances import Tolerance
 from lockstep.tokens.tokenizer import embedding_rows
 

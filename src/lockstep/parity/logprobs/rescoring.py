@@ -22,7 +22,7 @@ from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.models.adapters import causal_model, head_name
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
-from lockstep.parity.distributions import Distribution
+from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.tolerances import Tolerance, tolerance
 from lockstep.shards.model import sharded
 from lockstep.sync.adapters.merged import weights_of

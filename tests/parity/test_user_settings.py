@@ -23,7 +23,7 @@ from lockstep.definitions.settings import user_settings, weighted_sum
 from lockstep.engines.filters.sampling import processed_logprobs
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Grammar, RequestKey, Sampling
 from lockstep.errors import ProofError
-from lockstep.parity.step.settings import SettingsProof
+from lockstep.parity.user_settings import SettingsProof
 from lockstep.training.config.sampling import sampling_of
 
 TOKENIZER = make_tokenizer()
