@@ -48,7 +48,7 @@ from lockstep.server.keys import key_for
 from lockstep.tokens.arrays import Ids, Reals
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
 from lockstep.training.generate.engine import check_beside_ranks, shake_hands, start_here, transport_here
-from lockstep.training.trainers.setup import context_within
+from lockstep.training.trainers.setup.arguments import context_within
 
 # A call can lose its engine at most four times. Each time it may push, generate and wait, for one time limit each.
 _LONGEST_CALL = 12

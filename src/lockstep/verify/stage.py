@@ -38,7 +38,7 @@ from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.evaluation import evaluate
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.trainers.grpo import GRPOTrainer
-from lockstep.training.trainers.run_files import RunFiles
+from lockstep.training.trainers.hooks.run_files import RunFiles
 from lockstep.verify.sizes import SIZES
 
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)

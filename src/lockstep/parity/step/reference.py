@@ -1,7 +1,7 @@
 """The proof of what must stay as it is: the reference model, and the frozen weights under an adapter.
 
-`training/trainers/steps.py` makes it when training begins. `training/loop.py` asks it once per generation, and after each step.
-The log-probs of the reference are checked in `training/step/generation.py`.
+`training/trainers/hooks/steps.py` makes it when training begins. `training/loop.py` asks it once per generation, and after each
+step. The log-probs of the reference are checked in `training/step/generation.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What `transformers.Trainer` calls around every optimizer step, passed on to the loop and its proofs.
 
-`training/trainers/online.py` extends `StepHooks` and makes its parts. `training/trainers/step_events.py` calls the methods that
-have no place in `transformers.Trainer` itself.
+`training/trainers/online.py` extends `StepHooks` and makes its parts. `training/trainers/hooks/step_events.py` calls the methods
+that have no place in `transformers.Trainer` itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.step.update import Policy
-from lockstep.training.trainers.update_proof import update_proof
+from lockstep.training.trainers.hooks.update_proof import update_proof
 
 _logger = logging.getLogger(__name__)
 

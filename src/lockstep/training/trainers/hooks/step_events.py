@@ -1,6 +1,6 @@
 """Passes the events of `transformers.Trainer`'s loop to Lockstep's trainer.
 
-`transformers.Trainer` calls the callback. The callback calls `training/trainers/steps.py`.
+`transformers.Trainer` calls the callback. The callback calls `training/trainers/hooks/steps.py`.
 """
 
 from __future__ import annotations

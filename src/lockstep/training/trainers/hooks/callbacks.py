@@ -13,8 +13,8 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from lockstep.report.log_lines import LogLines
 from lockstep.report.notebook import in_notebook
 from lockstep.training.run_files.resumable import ResumableSaves
-from lockstep.training.trainers.run_files import RunFiles
-from lockstep.training.trainers.step_events import StepEvents
+from lockstep.training.trainers.hooks.run_files import RunFiles
+from lockstep.training.trainers.hooks.step_events import StepEvents
 
 if TYPE_CHECKING:
     from lockstep.training.trainers.online import OnlineTrainer

@@ -1,6 +1,6 @@
 """Makes the proof of a run's optimizer steps from what `transformers.Trainer` has made: the optimizer and the scheduler.
 
-`training/trainers/steps.py` calls it when training begins.
+`training/trainers/hooks/steps.py` calls it when training begins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lockstep.parity.step.update import UpdateProof
 from lockstep.shards.model import sharded
 
 if TYPE_CHECKING:
-    from lockstep.training.trainers.steps import StepHooks
+    from lockstep.training.trainers.hooks.steps import StepHooks
 
 _CRITIC = "value_head."
 
