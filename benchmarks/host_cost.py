@@ -34,7 +34,7 @@ from host_cost_plot import drawing
 from lockstep.engines.http.server_messages import completion_from
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm.requests import completion
+from lockstep.engines.vllm.requests.conversion import completion
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.parity.logprobs.gap import check_count
 from lockstep.parity.receipt import Receipt

@@ -65,7 +65,7 @@ ENDS = ("parity/sampling/ends.py", "tests/parity/test_ends.py")
 ANSWERS = ("engines/answers.py", "tests/engines/test_answers.py")
 KEPT_SETS = ("engines/filters/kept_sets.py", "tests/engines/test_answers.py")
 KEPT_ROWS = (
-    "engines/vllm/kept_ids.py",
+    "engines/vllm/patches/kept_ids.py",
     "tests/engines/test_vllm_kept_ids.py::test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it",
 )
 SAMPLING = ("engines/filters/sampling.py", "tests/engines/test_sampling_order.py")
@@ -2190,14 +2190,14 @@ MUTATIONS = [
     ),
     Mutation(
         "other ids may stand between the placeholders of what vLLM takes for one picture",
-        "engines/vllm/pictures.py",
+        "engines/vllm/requests/pictures.py",
         "if any(own[-1] - own[0] >= len(own) for own in pieces.places_of_each):",
         "if False:",
         f"{SENT_PICTURES[1]}::test_each_tile_is_a_picture_whose_placeholders_stand_side_by_side",
     ),
     Mutation(
         "a padded tile counts as the tile that was sent",
-        "engines/vllm/pictures.py",
+        "engines/vllm/requests/pictures.py",
         "return piece if is_ours else None",
         "return piece",
         f"{SENT_PICTURES[1]}::test_a_worker_records_the_digest_of_what_it_encodes_and_nothing_of_other_programs",
@@ -2687,7 +2687,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks of tokens leave out the token itself",
-        "engines/vllm/eager.py",
+        "engines/vllm/patches/eager.py",
         "(x >= values)",
         "(x > values)",
         "tests/engines/test_vllm_eager.py::test_ranks_are_those_that_vllm_counts",

@@ -20,7 +20,7 @@ from lockstep.engines.probe import probe_vector
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, LoadedWeights, RequestKey, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.requests import prompt_logprobs, sampling_params, scoring_params
+from lockstep.engines.vllm.requests.conversion import prompt_logprobs, sampling_params, scoring_params
 from lockstep.errors import InputError, ProofError
 from lockstep.parity.logprobs.gap import measure_gap
 from lockstep.parity.logprobs.rescoring import Precision, completion_logps

@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.engines.http.server_pictures import check_places, features
 from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
-from lockstep.engines.vllm.requests import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
+from lockstep.engines.vllm.requests.conversion import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
 from lockstep.errors import LockstepError, ProofError
 from lockstep.images.pictures import Picture
 from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers

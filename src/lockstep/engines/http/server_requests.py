@@ -28,7 +28,7 @@ from lockstep.engines.http.server_messages import (
 from lockstep.engines.http.server_pictures import SentPictures, check_encoded
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
-from lockstep.engines.vllm.sent import check_sent
+from lockstep.engines.vllm.requests.check_sent import check_sent
 from lockstep.errors import EngineLost, LockstepError
 
 T = TypeVar("T")

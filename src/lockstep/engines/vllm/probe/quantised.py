@@ -1,8 +1,8 @@
 """What a vLLM engine in 8 bits holds: which modules are quantised, and the digests of their codes and scales.
 
-It runs inside a worker. `engines/vllm/probe.py` names the scheme of each module, and `parity/weights/module_probe.py` compares the
-digests with the codes of the trainer's weights. For a second canary (`parity/proven_push.py`), the modules can leave their inputs
-as they are.
+It runs inside a worker. `engines/vllm/probe/modules.py` names the scheme of each module, and `parity/weights/module_probe.py`
+compares the digests with the codes of the trainer's weights. For a second canary (`parity/proven_push.py`), the modules can leave
+their inputs as they are.
 """
 
 from __future__ import annotations

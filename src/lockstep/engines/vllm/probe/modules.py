@@ -2,7 +2,7 @@
 
 The probe calls a linear module in the same way as vLLM does, whether the module is packed, fused, tied, padded or quantised. It
 does not read `weight`, because `weight` is empty on a CPU after packing. If several workers share the model, each worker answers
-for the modules that it has, and the parts of split modules are gathered (`engines/vllm/shards.py`).
+for the modules that it has, and the parts of split modules are gathered (`engines/vllm/probe/shards.py`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lockstep.engines.probe import (
     probe_rows,
     probe_vector,
 )
-from lockstep.engines.vllm.quantised import quantization_of
-from lockstep.engines.vllm.shards import gathered, gathered_vocabulary, own_inputs, whole_outputs
+from lockstep.engines.vllm.probe.quantised import quantization_of
+from lockstep.engines.vllm.probe.shards import gathered, gathered_vocabulary, own_inputs, whole_outputs
 
 # Suffix of the name under which an embedding is also probed as an output head.
 _AS_HEAD = ":as_head"

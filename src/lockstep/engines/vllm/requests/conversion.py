@@ -13,7 +13,7 @@ import numpy as np
 from lockstep.engines.filters.grammars import as_ebnf
 from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, Grammar, RequestKey, Sampling
 from lockstep.engines.vllm.arguments import BAD_WORDS, MAX_KEPT_IDS
-from lockstep.engines.vllm.kept_ids import kept_ids_from
+from lockstep.engines.vllm.patches.kept_ids import kept_ids_from
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.tokens.arrays import BadValues, Ids, reals, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds

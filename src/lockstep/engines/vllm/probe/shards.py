@@ -1,7 +1,7 @@
 """Gathers the outputs of a module that vLLM's tensor parallelism has split over several workers.
 
-`engines/vllm/probe.py` calls these functions in every worker at the same time and in the same order, because they gather the parts
-of all workers. With one worker nothing is gathered.
+`engines/vllm/probe/modules.py` calls these functions in every worker at the same time and in the same order, because they gather
+the parts of all workers. With one worker nothing is gathered.
 """
 
 from __future__ import annotations
