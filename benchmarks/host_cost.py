@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from host_cost_plot import drawing
 
-from lockstep.engines.http.server_messages import completion_from
+from lockstep.engines.http.requests.messages import completion_from
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.engines.vllm.requests.conversion import completion

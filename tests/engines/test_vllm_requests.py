@@ -9,7 +9,7 @@ import pytest
 from conftest import needs_vllm
 from tiny import make_model
 
-from lockstep.engines.http.server_messages import generation_body
+from lockstep.engines.http.requests.messages import generation_body
 from lockstep.engines.protocol import GenerationRequest, Grammar, RequestKey, Sampling
 from lockstep.engines.vllm import in_process as vllm_inprocess
 from lockstep.engines.vllm.in_process import VLLMInProcess

@@ -28,7 +28,9 @@ from servers import KEY, Server, begin, connect, serve
 from tiny import CONTEXT
 from transformers import PreTrainedModel
 
-from lockstep.engines.http import server_messages, server_pictures, server_requests
+from lockstep.engines.http.requests import messages as server_messages
+from lockstep.engines.http.requests import pictures as server_pictures
+from lockstep.engines.http.requests import sending as server_requests
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from lockstep.engines.adapters.in_process import AdaptersInProcess
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.engines.http.server_messages import agreed_answers
+from lockstep.engines.http.requests.messages import agreed_answers
 from lockstep.engines.inbox import Inbox, answer_all
 from lockstep.engines.probe import EngineModules
 from lockstep.engines.protocol import (

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lockstep.engines.http.server_pictures import check_places, features
+from lockstep.engines.http.requests.pictures import check_places, features
 from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
 from lockstep.engines.vllm.requests.conversion import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
 from lockstep.errors import LockstepError, ProofError
@@ -94,7 +94,7 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
         weight_versions=_versions(request, choice.get("weight_versions") or [], versions, len(token_ids)),
         finish_reason=cast(FinishReason, finish),
         kept_ids=reported_kept_ids(request.key, choice.get("sampling_mask"), filtered=request.sampling.is_filtered),
-        # The server knows the pictures by their digests (`server_pictures.py`), and the answer reports the same places.
+        # The server knows the pictures by their digests (`pictures.py`), and the answer reports the same places.
         pictures=request.pictures,
     )
 

@@ -15,8 +15,7 @@ from weakref import WeakKeyDictionary
 
 from lockstep.engines.adapters.servers import ServerAdapters, UsedAdapter
 from lockstep.engines.http.call_loop import CLOSED, CallLoop, Pending
-from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.http.server_messages import (
+from lockstep.engines.http.requests.messages import (
     INITIAL_WEIGHTS,
     completion_from,
     generation_body,
@@ -25,7 +24,8 @@ from lockstep.engines.http.server_messages import (
     scoring_body,
     stamps_of,
 )
-from lockstep.engines.http.server_pictures import SentPictures, check_encoded
+from lockstep.engines.http.requests.pictures import SentPictures, check_encoded
+from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.engines.vllm.requests.check_sent import check_sent

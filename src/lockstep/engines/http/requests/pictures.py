@@ -1,6 +1,6 @@
 """Pictures for vLLM servers: which ones are sent, in which format, and the proof that the server's workers got the same pixels.
 
-`engines/http/server_requests.py` uses it. Each picture is sent once per server, before the first completion of its prompt. A
+`engines/http/requests/sending.py` uses it. Each picture is sent once per server, before the first completion of its prompt. A
 request for one token contains it, and the answer is dropped. vLLM keeps the picture's tensors in its cache of inputs, under the
 picture's digest. The requests for completions then contain only the digest. The workers report the digest of the tensors that they
 have encoded (`sync/vllm/worker.py`).
