@@ -26,10 +26,10 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.adapters import add_adapter
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.adapter_probe import check_adapter_probe
-from lockstep.parity.module_probe import ModuleProbe
+from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.parity.proven_push import ProvenPusher, PushProof
-from lockstep.parity.rescoring import Precision
+from lockstep.parity.weights.adapter_probe import check_adapter_probe
+from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.adapters.source import adapter_shape
 from lockstep.sync.changes import Update

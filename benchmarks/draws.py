@@ -28,8 +28,8 @@ import torch
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from lockstep.parity.step.bets import BETS, TokenDraws, Values
-from lockstep.parity.step.draws import FALSE_ALARM, SLACK
+from lockstep.parity.sampling.bets import BETS, TokenDraws, Values
+from lockstep.parity.sampling.draws import FALSE_ALARM, SLACK
 from lockstep.training.forward.draw_sums import DrawSums
 
 _PROMPTS = (

@@ -29,9 +29,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.rescoring import sampled_logps
-from lockstep.parity.routing import experts_of
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.expert_routing import experts_of
+from lockstep.parity.logprobs.rescoring import sampled_logps
 from lockstep.verify.stage import Stage
 
 # A family, and further fields of its config.

@@ -84,8 +84,8 @@ def _deadline(minutes: float | None) -> float:
 def clean_syncs(model: str, max_syncs: int, dtype: str, seed: int, deadline: float) -> dict[str, float]:
     """Push changed weights `max_syncs` times, or until the deadline. After each push, probe every module and score the canary."""
     from lockstep.errors import ProofError
-    from lockstep.parity.canary import score_canary
-    from lockstep.parity.gap import over_limits
+    from lockstep.parity.logprobs.canary import score_canary
+    from lockstep.parity.logprobs.gap import over_limits
     from lockstep.parity.tolerances import probe_limit
     from lockstep.verify.stage import open_stage, stage_config
 
@@ -155,7 +155,7 @@ def clean_steps(
 
     from lockstep.errors import ProofError
     from lockstep.parity.receipt import RECEIPT, read_receipt
-    from lockstep.parity.step.draws import DrawEvidence
+    from lockstep.parity.sampling.draws import DrawEvidence
     from lockstep.report.log_lines import LogLines
     from lockstep.training.trainers.grpo import GRPOTrainer
     from lockstep.verify.stage import stage_config
@@ -240,7 +240,7 @@ class KeptSetRecord:
         """A callback that reads the figures after each step."""
         from transformers import TrainerCallback
 
-        from lockstep.parity.kept_sets import mean_limit
+        from lockstep.parity.sampling.kept_sets import mean_limit
 
         found, proofs = self._found, self._proofs
 

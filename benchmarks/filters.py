@@ -33,7 +33,7 @@ from sampling import machine
 from sampling_engine import requests, started
 
 from lockstep.engines.protocol import Completion, GenerationRequest
-from lockstep.engines.vllm.requests import completion, sampling_params
+from lockstep.engines.vllm.requests.conversion import completion, sampling_params
 
 FILTERS: dict[str, dict[str, float]] = {
     "top-p 0.95": {"top_p": 0.95},

@@ -31,16 +31,16 @@ import numpy as np
 import torch
 from host_cost_plot import drawing
 
-from lockstep.engines.http.server_messages import completion_from
+from lockstep.engines.http.requests.messages import completion_from
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm.requests import completion
+from lockstep.engines.vllm.requests.conversion import completion
 from lockstep.engines.vllm.workers.start import vllm_installed
-from lockstep.parity.gap import check_count
+from lockstep.parity.logprobs.gap import check_count
 from lockstep.parity.receipt import Receipt
-from lockstep.parity.samples import check_samples
-from lockstep.parity.staleness import check_staleness
-from lockstep.parity.step.draws import DrawEvidence, DrawStats, measure_draws
+from lockstep.parity.sampling.draws import DrawEvidence, DrawStats, measure_draws
+from lockstep.parity.sampling.independent_samples import check_samples
+from lockstep.parity.sampling.staleness import check_staleness
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.frames import decode, encode
 from lockstep.rollouts.across_ranks.ranks import Ranks

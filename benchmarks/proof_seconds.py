@@ -122,19 +122,19 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.training.loop as loop
     import lockstep.training.step.generation as generation
     import lockstep.training.step.update_sums as update_sums
-    from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats
-    from lockstep.parity.module_probe import ModuleProbe
     from lockstep.parity.receipt import Receipt
-    from lockstep.parity.samples import Seeds
+    from lockstep.parity.sampling.draws import DrawEvidence
+    from lockstep.parity.sampling.ends import Ends
+    from lockstep.parity.sampling.independent_samples import Seeds
+    from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats
     from lockstep.parity.step.accumulation import AccumulationProof
     from lockstep.parity.step.advantages import AdvantageProof
     from lockstep.parity.step.drawn import Drawn
-    from lockstep.parity.step.draws import DrawEvidence
-    from lockstep.parity.step.ends import Ends
     from lockstep.parity.step.rates import Rates
     from lockstep.parity.step.reference import FrozenWeights
-    from lockstep.parity.step.settings import SettingsProof
     from lockstep.parity.step.update import UpdateProof
+    from lockstep.parity.user_settings import SettingsProof
+    from lockstep.parity.weights.module_probe import ModuleProbe
     from lockstep.rollouts.record import Record
     from lockstep.training.forward.draw_sums import DrawSums
     from lockstep.training.generate.proofs.asked_again import AskedAgain

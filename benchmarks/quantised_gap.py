@@ -29,11 +29,11 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.canary import canary_sequences
-from lockstep.parity.gap import GapStats, measure_gap
+from lockstep.parity.logprobs.canary import canary_sequences
+from lockstep.parity.logprobs.gap import GapStats, measure_gap
+from lockstep.parity.logprobs.quantised_gap import computing_in_8_bits
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps
 from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.quantised_gap import computing_in_8_bits
-from lockstep.parity.rescoring import Precision, completion_logps
 from lockstep.tokens.tokenizer import embedding_rows, load_tokenizer
 
 HALF, SINGLE, CONTEXT = Precision(torch.bfloat16), Precision(), 512

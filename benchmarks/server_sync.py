@@ -78,7 +78,7 @@ def measure(url: str, server: int, dtype: str, rounds: int) -> list[dict[str, fl
     from lockstep.connection import connect
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model
-    from lockstep.parity.module_probe import ModuleProbe, check_probe
+    from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
     from lockstep.sync.push import push_weights
 
     model = load_policy(resolve_model(MODEL), None)
@@ -113,7 +113,7 @@ def gap_of(engine: Any, model: Any, held: Any, version: int) -> float:
     import torch
 
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
-    from lockstep.parity.gap import GapStats, measure_gap, over_limits
+    from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
     from lockstep.parity.tolerances import tolerance
 
     draw = torch.Generator().manual_seed(version)

@@ -41,31 +41,31 @@ POLICY = ("algorithms/policy_loss.py", "tests/algorithms/test_policy_loss.py")
 MASKS = ("algorithms/masks.py", "tests/algorithms/test_masks_and_divergence.py")
 RETURNS = ("algorithms/returns.py", "tests/algorithms/test_returns.py")
 PAIRS = ("algorithms/preference_loss.py", "tests/algorithms/test_preference_loss.py")
-GAP = ("parity/gap.py", "tests/parity/test_gap.py")
+GAP = ("parity/logprobs/gap.py", "tests/parity/test_gap.py")
 SCHEME = ("definitions/quantisation.py", "tests/parity/test_quantised_gap.py")
-QUANTISED = ("parity/quantised_gap.py", "tests/parity/test_quantised_gap.py")
+QUANTISED = ("parity/logprobs/quantised_gap.py", "tests/parity/test_quantised_gap.py")
 RECEIPT = ("parity/receipt.py", "tests/parity/test_handshake_and_receipt.py")
 HANDSHAKE = ("parity/handshake.py", "tests/parity/test_handshake_and_receipt.py")
 SAMPLES = (
-    "parity/samples.py",
+    "parity/sampling/independent_samples.py",
     "tests/parity/test_canary_and_samples.py::test_equal_samples_against_all_odds_are_refused",
 )
 PAIRS_OF_A_GROUP = (
-    "parity/samples.py",
+    "parity/sampling/independent_samples.py",
     "tests/parity/test_canary_and_samples.py::test_pairs_of_equal_completions_are_refused",
 )
-BETS = ("parity/step/bets.py", "tests/parity/test_draws.py::test_a_bet_pays_one_on_average")
-DRAWS = ("parity/step/draws.py", "tests/parity/test_draws.py")
+BETS = ("parity/sampling/bets.py", "tests/parity/test_draws.py::test_a_bet_pays_one_on_average")
+DRAWS = ("parity/sampling/draws.py", "tests/parity/test_draws.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
 BACKWARD = "tests/training/test_model_gradient.py"
 CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"
 ASKED_AGAIN = ("training/generate/proofs/asked_again.py", "tests/training/test_asked_again.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
-ENDS = ("parity/step/ends.py", "tests/parity/test_ends.py")
+ENDS = ("parity/sampling/ends.py", "tests/parity/test_ends.py")
 ANSWERS = ("engines/answers.py", "tests/engines/test_answers.py")
 KEPT_SETS = ("engines/filters/kept_sets.py", "tests/engines/test_answers.py")
 KEPT_ROWS = (
-    "engines/vllm/kept_ids.py",
+    "engines/vllm/patches/kept_ids.py",
     "tests/engines/test_vllm_kept_ids.py::test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it",
 )
 SAMPLING = ("engines/filters/sampling.py", "tests/engines/test_sampling_order.py")
@@ -88,8 +88,14 @@ PUSH = ("sync/push.py", "tests/sync/test_push.py")
 LIVE = ("sync/live.py", "tests/sync/test_live.py")
 CHANGES = "tests/sync/test_changes.py"
 EXPLAINED = "tests/parity/test_decomposition.py::test_a_fault_of_the_"
-PACKED = ("parity/decomposition.py", f"{EXPLAINED}packed_forward_is_not_blamed_on_the_engine[transformers-untied]")
-OF_ENGINE = ("parity/decomposition.py", f"{EXPLAINED}engine_is_not_blamed_on_the_packed_forward[transformers-untied]")
+PACKED = (
+    "parity/logprobs/decomposition.py",
+    f"{EXPLAINED}packed_forward_is_not_blamed_on_the_engine[transformers-untied]",
+)
+OF_ENGINE = (
+    "parity/logprobs/decomposition.py",
+    f"{EXPLAINED}engine_is_not_blamed_on_the_packed_forward[transformers-untied]",
+)
 FAMILY_ATTENTION = "tests/training/test_family_attention.py"
 TRANSFORMED = ("training/forward/scoring.py", "tests/training/test_transformed_logits.py")
 REWARDS = ("rollouts/scores/rewards.py", "tests/rollouts/test_rewards.py")
@@ -126,9 +132,9 @@ COMPARED_AHEAD = (
     f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens",
 )
 FROZEN = ("parity/step/reference.py", "tests/parity/step/test_frozen_weights.py")
-SETTINGS = ("parity/step/settings.py", "tests/parity/step/test_settings.py")
-THINKING = ("definitions/interruption.py", "tests/parity/step/test_settings.py")
-ASKED = ("training/step/drawn_rows.py", "tests/parity/step/test_settings.py")
+SETTINGS = ("parity/user_settings.py", "tests/parity/test_user_settings.py")
+THINKING = ("definitions/interruption.py", "tests/parity/test_user_settings.py")
+ASKED = ("training/step/drawn_rows.py", "tests/parity/test_user_settings.py")
 DRAWN_SETS = ("training/step/drawn_rows.py", "tests/parity/test_kept_sets.py")
 ASIDE = ("training/step/generation.py", "tests/training/test_groups_aside.py")
 ASIDE_STEP = ("training/step/update.py", "tests/training/test_groups_aside.py")
@@ -143,9 +149,9 @@ PICTURE_RUNS = "tests/images/test_pictures_in_training.py"
 PICTURE_TURNS = "tests/images/test_pictures_in_turns.py"
 VISION_TEMPLATES = "tests/tokens/test_vision_templates.py"
 PICTURE_LIMITS = "tests/images/test_limits_of_pictures.py"
-SENT_PICTURES = ("engines/http/server_pictures.py", "tests/images/test_sending_pictures.py")
+SENT_PICTURES = ("engines/http/requests/pictures.py", "tests/images/test_sending_pictures.py")
 KEPT_ROLLOUTS = ("training/run_files/rollout_files.py", "tests/training/test_rollout_files.py")
-RUN_FILES = ("training/trainers/run_files.py", "tests/training/test_run_files.py")
+RUN_FILES = ("training/trainers/hooks/run_files.py", "tests/training/test_run_files.py")
 PAGE, SAFE = "tests/report/test_page.py", "tests/report/test_page.py::test_hostile_text_stays_text_everywhere"
 GENERATION = ("training/step/generation.py", "tests/training/test_prompts_and_generation.py")
 LOGPS = ("training/forward/token_logps.py", "tests/training/test_token_logps.py")
@@ -154,9 +160,9 @@ ROW_RULES = ("training/forward/filters/row_rules.py", SCORES)
 ID_RULES = ("training/forward/filters/id_rules.py", SCORES)
 SCORING = ("training/forward/scoring.py", SCORES)
 KEPT_LOGPS = ("training/forward/filters/kept_logps.py", "tests/training/test_kept_logps.py")
-KEPT_PROOF = ("parity/kept_sets.py", "tests/parity/test_kept_sets.py")
-FILTER_BOUNDS = ("parity/filter_bounds.py", "tests/parity/test_kept_sets.py")
-DISTRIBUTIONS = ("parity/distributions.py", "tests/parity/test_distributions.py")
+KEPT_PROOF = ("parity/sampling/kept_sets.py", "tests/parity/test_kept_sets.py")
+FILTER_BOUNDS = ("parity/sampling/filter_bounds.py", "tests/parity/test_kept_sets.py")
+DISTRIBUTIONS = ("parity/logprobs/distributions.py", "tests/parity/test_distributions.py")
 GRAMMARS = ("engines/filters/grammars.py", "tests/engines/test_grammars.py")
 CHAT = ("tokens/conversation/template.py", "tests/tokens/test_tokens.py")
 TOOLS = ("rollouts/programs/tools.py", "tests/rollouts/test_tools.py")
@@ -218,7 +224,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the adapter probe compares what the adapter adds",
-        "parity/adapter_probe.py",
+        "parity/weights/adapter_probe.py",
         "(answer[2] - added).abs()",
         "(answer[2] - answer[2]).abs()",
         f"{ALONE}::test_the_adapter_probe_passes_rounding_and_finds_a_thousandth",
@@ -473,7 +479,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kept mass is that of all ids",
-        "parity/kept_sets.py",
+        "parity/sampling/kept_sets.py",
         ".logsumexp(0) - shaped[0].logsumexp(0)).exp()",
         ".logsumexp(0) * 0).exp()",
         f"{SCORES}::test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters",
@@ -1465,7 +1471,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a token counts as routed otherwise only if all its experts differ",
-        "parity/routing.py",
+        "parity/logprobs/expert_routing.py",
         "differing += int((one != other).any(-1).sum())",
         "differing += int((one != other).all(-1).sum())",
         "tests/parity/test_routing.py",
@@ -1729,10 +1735,10 @@ MUTATIONS = [
     ),
     Mutation(
         "the proof of settings takes any stop string for one of the call",
-        "parity/step/settings.py",
+        "parity/user_settings.py",
         "stop[: -len(own)] if own and stop[-len(own) :] == own else stop",
         "self.wanted.stop",
-        "tests/parity/step/test_settings.py",
+        "tests/parity/test_user_settings.py",
     ),
     Mutation(
         "a part of a stop string is streamed",
@@ -2184,14 +2190,14 @@ MUTATIONS = [
     ),
     Mutation(
         "other ids may stand between the placeholders of what vLLM takes for one picture",
-        "engines/vllm/pictures.py",
+        "engines/vllm/requests/pictures.py",
         "if any(own[-1] - own[0] >= len(own) for own in pieces.places_of_each):",
         "if False:",
         f"{SENT_PICTURES[1]}::test_each_tile_is_a_picture_whose_placeholders_stand_side_by_side",
     ),
     Mutation(
         "a padded tile counts as the tile that was sent",
-        "engines/vllm/pictures.py",
+        "engines/vllm/requests/pictures.py",
         "return piece if is_ours else None",
         "return piece",
         f"{SENT_PICTURES[1]}::test_a_worker_records_the_digest_of_what_it_encodes_and_nothing_of_other_programs",
@@ -2261,7 +2267,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a single row is scored without its pictures where only the temperature is set",
-        "parity/rescoring.py",
+        "parity/logprobs/rescoring.py",
         "distribution.sampling.temperature, precision, pictures)",
         "distribution.sampling.temperature, precision, None)",
         f"{PICTURE_PACKS}::test_a_single_row_is_scored_with_its_pictures",
@@ -2681,7 +2687,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks of tokens leave out the token itself",
-        "engines/vllm/eager.py",
+        "engines/vllm/patches/eager.py",
         "(x >= values)",
         "(x > values)",
         "tests/engines/test_vllm_eager.py::test_ranks_are_those_that_vllm_counts",
@@ -2730,7 +2736,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the canary casts every weight for every sequence",
-        "parity/canary.py",
+        "parity/logprobs/canary.py",
         "    with casting_once(model, precision):",
         "    if True:",
         "tests/parity/test_canary_and_samples.py::test_the_canary_casts_each_weight_once_and_scores_as_ever",

@@ -149,7 +149,7 @@ def put_ours() -> None:
     import lockstep.training.generate.engine as starting
     import lockstep.training.generate.proofs.proofs as proofs
     from lockstep.engines.transformers_engine import TransformersEngine
-    from lockstep.parity.step.draws import DrawEvidence
+    from lockstep.parity.sampling.draws import DrawEvidence
     from lockstep.training.trainers.online import OnlineTrainer
 
     starting.vllm_installed = lambda: False  # type: ignore[assignment]

@@ -17,11 +17,11 @@ from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.gap import GapStats
 from lockstep.parity.handshake import check_settings, expected_settings
-from lockstep.parity.module_probe import ProbeRecord
+from lockstep.parity.logprobs.gap import GapStats
+from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.rescoring import Precision
+from lockstep.parity.weights.module_probe import ProbeRecord
 from lockstep.server.keys import key_for
 from lockstep.sync.push import SyncRecord
 from lockstep.sync.wire.transport import choose_transport

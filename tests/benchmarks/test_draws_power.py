@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.parity.step.bets import BETS
-from lockstep.parity.step.draws import DrawEvidence, DrawStats
+from lockstep.parity.sampling.bets import BETS
+from lockstep.parity.sampling.draws import DrawEvidence, DrawStats
 
 # Not `import draws`: tests have a module of this name.
 _SPEC = importlib.util.spec_from_file_location("draws_benchmark", Path(__file__).parents[2] / "benchmarks" / "draws.py")

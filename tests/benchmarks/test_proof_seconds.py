@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import proof_seconds
 from proof_seconds import FORWARD, Seconds, Spent
 
-from lockstep.parity.step.draws import DrawEvidence, DrawStats
+from lockstep.parity.sampling.draws import DrawEvidence, DrawStats
 from lockstep.training.step.update import Policy
 
 

@@ -22,7 +22,7 @@ from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, derived_seed
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import LockstepError
-from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.conversation import Conversation, single_turn
 from lockstep.rollouts.driver import Driver, Start, starts_for

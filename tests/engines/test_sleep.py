@@ -22,8 +22,8 @@ from lockstep.engines.vllm import in_process, sleep
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.integrations.proven_engine import ProvenEngine
+from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.rescoring import Precision
 from lockstep.sync.push import let_sleep
 from lockstep.training.generate import source
 

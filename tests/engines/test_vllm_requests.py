@@ -9,12 +9,12 @@ import pytest
 from conftest import needs_vllm
 from tiny import make_model
 
-from lockstep.engines.http.server_messages import generation_body
+from lockstep.engines.http.requests.messages import generation_body
 from lockstep.engines.protocol import GenerationRequest, Grammar, RequestKey, Sampling
 from lockstep.engines.vllm import in_process as vllm_inprocess
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.requests import sampling_params
-from lockstep.engines.vllm.sent import check_sent, fields_of
+from lockstep.engines.vllm.requests.check_sent import check_sent, fields_of
+from lockstep.engines.vllm.requests.conversion import sampling_params
 from lockstep.errors import ProofError
 from lockstep.sync.push import push_weights
 

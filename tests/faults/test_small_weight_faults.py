@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.errors import ProofError
-from lockstep.parity.module_probe import ModuleProbe, check_probe
+from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.verify.faults.seams import loads_instead
 from lockstep.verify.stage import Stage
 

@@ -24,10 +24,12 @@ from test_pictures_in_turns import play
 from test_turns_on_vllm import check
 from tiny import CONTEXT
 
-from lockstep.engines.http import server_messages, server_pictures, server_requests
+from lockstep.engines.http.requests import messages as server_messages
+from lockstep.engines.http.requests import pictures as server_pictures
+from lockstep.engines.http.requests import sending as server_requests
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import ProofError
-from lockstep.parity.module_probe import ModuleProbe
+from lockstep.parity.weights.module_probe import ModuleProbe
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT, BF16_LIMIT = 1e-3, 0.15

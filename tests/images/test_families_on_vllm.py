@@ -20,7 +20,7 @@ from tiny import CONTEXT
 from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
-from lockstep.parity.module_probe import ModuleProbe
+from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.training.forward import scoring
 
 pytestmark = [*VLLM, pytest.mark.long]

@@ -28,14 +28,16 @@ from servers import KEY, Server, begin, connect, serve
 from tiny import CONTEXT
 from transformers import PreTrainedModel
 
-from lockstep.engines.http import server_messages, server_pictures, server_requests
+from lockstep.engines.http.requests import messages as server_messages
+from lockstep.engines.http.requests import pictures as server_pictures
+from lockstep.engines.http.requests import sending as server_requests
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.images.prompts import ImagePrompts
-from lockstep.parity.module_probe import ModuleProbe
-from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps
+from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 

@@ -17,7 +17,7 @@ from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.models.reward_model import RewardModel, load_reward_model
 from lockstep.training.forward.policy import open_policy
-from lockstep.training.trainers.setup import check_reference_model
+from lockstep.training.trainers.setup.arguments import check_reference_model
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 Tensors = dict[str, torch.Tensor]

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.engines.protocol import Completion, RequestKey, Sampling
 from lockstep.errors import ProofError
 from lockstep.models.policy import load_policy
-from lockstep.parity.canary import canary_gap, canary_sequences, score_canary
-from lockstep.parity.gap import over_limits
-from lockstep.parity.rescoring import Precision, completion_logps
-from lockstep.parity.samples import Seeds, _log_pay, check_samples
+from lockstep.parity.logprobs.canary import canary_gap, canary_sequences, score_canary
+from lockstep.parity.logprobs.gap import over_limits
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps
+from lockstep.parity.sampling.independent_samples import Seeds, _log_pay, check_samples
 from lockstep.parity.tolerances import tolerance
 from lockstep.verify.stage import Stage
 

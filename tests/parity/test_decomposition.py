@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from lockstep.engines.protocol import Completion
 from lockstep.errors import ProofError
-from lockstep.parity.decomposition import Decomposition, decompose, split_gap
-from lockstep.parity.distributions import Distribution
+from lockstep.parity.logprobs.decomposition import Decomposition, decompose, split_gap
+from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.step.learned import SampledTokens
 from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.driver import collect

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.engines.protocol import Grammar, Sampling
-from lockstep.parity.distributions import Distribution
+from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.tokens.kept_ids import KeptIds
 
 PROMPT, OUTPUT = [3, 4, 4], [5, 4]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lockstep.errors import ProofError
-from lockstep.parity.step.bets import BETS, TokenDraws
-from lockstep.parity.step.draws import FALSE_ALARM, DrawEvidence, DrawStats, measure_draws
+from lockstep.parity.sampling.bets import BETS, TokenDraws
+from lockstep.parity.sampling.draws import FALSE_ALARM, DrawEvidence, DrawStats, measure_draws
 from lockstep.training.forward.draw_sums import DrawSums
 
 Choice = Callable[[torch.Tensor], torch.Tensor]

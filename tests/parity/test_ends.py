@@ -7,7 +7,7 @@ from tiny import make_tokenizer
 
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import ProofError
-from lockstep.parity.step.ends import Ends
+from lockstep.parity.sampling.ends import Ends
 from lockstep.rollouts.driver import decoding
 
 TOKENIZER = make_tokenizer()

@@ -14,8 +14,8 @@ from model_families import save_family
 from stages import stage_on
 
 from lockstep.errors import ProofError
-from lockstep.parity.decomposition import Decomposition, decompose
-from lockstep.parity.distributions import Distribution
+from lockstep.parity.logprobs.decomposition import Decomposition, decompose
+from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.tolerances import tolerance
 from lockstep.verify.faults.weights import FAULTS
 from lockstep.verify.stage import Stage

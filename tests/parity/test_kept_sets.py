@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from lockstep.engines.filters.sampling import filtered, shaped_logits
 from lockstep.engines.protocol import Completion, RequestKey, Sampling
 from lockstep.errors import ProofError
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.filter_bounds import FilterBounds
-from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats, KeptToken, mean_limit
-from lockstep.parity.rescoring import sequence_logits
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.rescoring import sequence_logits
+from lockstep.parity.sampling.filter_bounds import FilterBounds
+from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats, KeptToken, mean_limit
 from lockstep.parity.tolerances import tolerance
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows

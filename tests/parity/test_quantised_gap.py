@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from lockstep.definitions.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
 from lockstep.engines.probe import quantised_vector
 from lockstep.engines.protocol import Sampling
-from lockstep.parity.gap import GapStats, over_limits
-from lockstep.parity.quantised_gap import computing_in_8_bits, widened
-from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.logprobs.gap import GapStats, over_limits
+from lockstep.parity.logprobs.quantised_gap import computing_in_8_bits, widened
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps
 from lockstep.parity.tolerances import tolerance
 
 HALF = tolerance(torch.bfloat16, torch.bfloat16)

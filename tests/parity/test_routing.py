@@ -7,8 +7,8 @@ from model_families import make_family
 from tiny import make_model
 
 from lockstep.engines.protocol import Completion, RequestKey
-from lockstep.parity.rescoring import Precision
-from lockstep.parity.routing import experts_of, routing_differences
+from lockstep.parity.logprobs.expert_routing import experts_of, routing_differences
+from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.tokens.arrays import filled, whole_numbers
 
 HALF = Precision(torch.bfloat16)

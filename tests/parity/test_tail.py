@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from lockstep.parity.gap import GapStats, measure_gap, over_limits
-from lockstep.parity.tail import GapTail
+from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
+from lockstep.parity.logprobs.gap_tail import GapTail
 from lockstep.parity.tolerances import FALSE_ALARM, tolerance
 
 HALF = tolerance(torch.bfloat16, torch.bfloat16)

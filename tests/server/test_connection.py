@@ -15,7 +15,7 @@ from lockstep.connection import Connection
 from lockstep.engines import connect
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps
 from lockstep.server.keys import KEY_VARIABLE
 
 pytestmark = VLLM

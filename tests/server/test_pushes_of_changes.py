@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost
-from lockstep.parity.module_probe import ModuleProbe, check_probe
+from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import _LAST_PUSHES, SyncRecord, push_weights
 
 pytestmark = VLLM

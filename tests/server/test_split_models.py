@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import LockstepError
-from lockstep.parity.module_probe import ModuleProbe, check_probe
+from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire.chunks import chunks

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import InputError, LockstepError, ProofError
-from lockstep.parity.rescoring import sequence_logits
+from lockstep.parity.logprobs.rescoring import sequence_logits
 from lockstep.parity.step.accumulation import AccumulationProof
 from lockstep.shards.fsdp import FsdpWeights
 from lockstep.shards.model import ShardedModel, sharded

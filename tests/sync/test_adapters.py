@@ -20,8 +20,8 @@ from lockstep.engines import tensor_specs
 from lockstep.engines.protocol import Engine, LoadedWeights
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.module_probe import ModuleProbe
-from lockstep.parity.rescoring import Precision, sequence_logits
+from lockstep.parity.logprobs.rescoring import Precision, sequence_logits
+from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.sync.adapters.merged import AdaptedSource, weights_of
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource

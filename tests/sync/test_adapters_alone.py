@@ -20,13 +20,13 @@ from lockstep.engines.probe import probe_vector
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, LoadedWeights, RequestKey, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.requests import prompt_logprobs, sampling_params, scoring_params
+from lockstep.engines.vllm.requests.conversion import prompt_logprobs, sampling_params, scoring_params
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.adapter_probe import check_adapter_probe
-from lockstep.parity.gap import measure_gap
-from lockstep.parity.module_probe import check_probe
+from lockstep.parity.logprobs.gap import measure_gap
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps
 from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.weights.adapter_probe import check_adapter_probe
+from lockstep.parity.weights.module_probe import check_probe
 from lockstep.sync.adapters import source as adapter_source
 from lockstep.sync.adapters.live import check_adapter_live
 from lockstep.sync.adapters.merged import weights_of

@@ -21,8 +21,8 @@ from lockstep.engines.held import HeldWeights
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
+from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.rescoring import Precision
 from lockstep.sync.changes import LastPush, Update
 from lockstep.sync.push import forget_push, push_weights
 from lockstep.sync.source import PlainSource

@@ -12,7 +12,7 @@ from tiny import make_model, perturbed
 from transformers import PreTrainedModel
 
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.parity.module_probe import ModuleProbe, check_probe
+from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
 
 pytestmark = [pytest.mark.vllm, needs_vllm]

@@ -12,9 +12,9 @@ import lockstep.sync.vllm.backend
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
-from lockstep.parity.gap import GapStats, measure_gap, over_limits
-from lockstep.parity.module_probe import ModuleProbe, check_probe
+from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
 from lockstep.parity.tolerances import tolerance
+from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
 
 pytestmark = [pytest.mark.vllm, needs_vllm]

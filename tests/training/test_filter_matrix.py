@@ -31,8 +31,8 @@ from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.policy import load_policy
-from lockstep.parity.gap import measure_gap, over_limits
-from lockstep.parity.kept_sets import KeptSetProof
+from lockstep.parity.logprobs.gap import measure_gap, over_limits
+from lockstep.parity.sampling.kept_sets import KeptSetProof
 from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.conversation import Conversation, OutOfRoom, single_turn
 from lockstep.rollouts.driver import collect

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.filters.distribution import Grammar, Sampling
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.kept_sets import KeptSetProof
+from lockstep.parity.sampling.kept_sets import KeptSetProof
 from lockstep.parity.tolerances import tolerance
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows, pack_sequences

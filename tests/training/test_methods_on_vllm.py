@@ -14,9 +14,9 @@ from tiny import CONTEXT, make_model
 from transformers import PreTrainedModel, TrainerCallback
 
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.parity.canary import score_canary
-from lockstep.parity.module_probe import ModuleProbe
-from lockstep.parity.rescoring import Precision
+from lockstep.parity.logprobs.canary import score_canary
+from lockstep.parity.logprobs.rescoring import Precision
+from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.training.batch.sequence import TrainingSequence

@@ -20,7 +20,7 @@ from lockstep import GRPOConfig, GRPOTrainer, InputError
 from lockstep.training.batch.pack import pack_rows
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import why_plain_rows
-from lockstep.training.trainers.setup import needs_plain_rows
+from lockstep.training.trainers.setup.arguments import needs_plain_rows
 
 WINDOW = 6
 

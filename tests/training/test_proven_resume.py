@@ -16,10 +16,10 @@ from datasets import Dataset
 from methods import GROUPS, PROMPTS, lora
 from transformers import Trainer
 
-import lockstep.training.trainers.resuming as resuming
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.parity.receipt import RECEIPT, check_receipt, read_receipt
+from lockstep.training.trainers.hooks import whole_checkpoints
 
 SAVES = {**GROUPS, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 Make = Callable[..., Any]
@@ -161,7 +161,7 @@ def test_a_checkpoint_that_was_compared_already_is_not_read_a_second_time(make: 
     run, other = make(tmp_path, max_steps=3), make(tmp_path, {"train_dataset": other_rows()}, max_steps=3)
     for trainer in (run, other):
         trainer.checked = tmp_path / "checkpoint-2", start
-    with patch.object(resuming, "check_checkpoint", side_effect=AssertionError("read again")):
+    with patch.object(whole_checkpoints, "check_checkpoint", side_effect=AssertionError("read again")):
         with pytest.raises(InputError, match="these have changed since: train data"):
             resume(other, tmp_path)
         resume(run, tmp_path)

@@ -17,7 +17,7 @@ from lockstep.cli.main import main
 from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
-from lockstep.parity.rescoring import sampled_logps
+from lockstep.parity.logprobs.rescoring import sampled_logps
 from lockstep.report.kept_rollouts import KeptRollout, read_facts, read_file, read_rollouts, rollout_files
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, TurnEnd
 from lockstep.tokens.tokenizer import load_tokenizer

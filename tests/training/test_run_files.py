@@ -21,7 +21,7 @@ from lockstep.report.log_lines import LogLines
 from lockstep.report.page.run_record import read_run
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.run_files.whole_run import METRICS
-from lockstep.training.trainers.run_files import RunFiles
+from lockstep.training.trainers.hooks.run_files import RunFiles
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 HELD_OUT = Dataset.from_dict({"prompt": [f"how much is {i} + {i}" for i in range(3)]})

@@ -14,11 +14,11 @@ from lockstep.audit.causes import Cause, Suspects, explain, mean_gap
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.audit.evidence import Scored, Values, score
 from lockstep.engines.protocol import Sampling
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.gap import GapStats, measure_gap, over_limits
-from lockstep.parity.rescoring import Precision
-from lockstep.parity.step.bets import BETS, TokenDraws
-from lockstep.parity.step.draws import FALSE_ALARM, DrawEvidence, measure_draws
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
+from lockstep.parity.logprobs.rescoring import Precision
+from lockstep.parity.sampling.bets import BETS, TokenDraws
+from lockstep.parity.sampling.draws import FALSE_ALARM, DrawEvidence, measure_draws
 from lockstep.parity.tolerances import Tolerance, tolerance
 from lockstep.tokens.tokenizer import embedding_rows
 

@@ -66,8 +66,8 @@ def run(words: list[str]) -> int:
         from lockstep.engines.protocol import Sampling
         from lockstep.models.policy import load_policy
         from lockstep.models.resolve import resolve_model
-        from lockstep.parity.distributions import Distribution
-        from lockstep.parity.rescoring import Precision
+        from lockstep.parity.logprobs.distributions import Distribution
+        from lockstep.parity.logprobs.rescoring import Precision
         from lockstep.parity.tolerances import tolerance
         from lockstep.tokens.tokenizer import load_tokenizer
 

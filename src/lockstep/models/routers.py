@@ -1,6 +1,7 @@
 """The routers of a mixture of experts: the experts that they choose for each position.
 
-`training/forward/routing.py` sums them up for the auxiliary loss. `parity/routing.py` compares them in two precisions.
+`training/forward/routing.py` sums them up for the auxiliary loss. `parity/logprobs/expert_routing.py` compares them in two
+precisions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A push and its proofs: send the weights, probe the engine's modules, compare the canary.
 
 Every push of a trained model goes through this module: pushes of the training loop, of TRL's trainers (`integrations/`), and of
-users' own trainers (`connection.py`). This module calls `sync/push.py`, `parity/module_probe.py` and `parity/canary.py`, in this
-order.
+users' own trainers (`connection.py`). This module calls `sync/push.py`, `parity/weights/module_probe.py` and
+`parity/logprobs/canary.py`, in this order.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Engine
-from lockstep.parity.adapter_probe import check_adapter_probe
-from lockstep.parity.canary import canary_sequences, check_canary, score_canary
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.gap import GapStats
-from lockstep.parity.module_probe import ModuleProbe, ProbeRecord, check_probe
-from lockstep.parity.quantised_gap import QuantisationError, widened
-from lockstep.parity.rescoring import Precision
+from lockstep.parity.logprobs.canary import canary_sequences, check_canary, score_canary
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.gap import GapStats
+from lockstep.parity.logprobs.quantised_gap import QuantisationError, widened
+from lockstep.parity.logprobs.quantised_whole_inputs import sample_with_whole_inputs, score_with_whole_inputs
+from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.parity.tolerances import Tolerance, tolerance
-from lockstep.parity.whole_inputs import sample_with_whole_inputs, score_with_whole_inputs
+from lockstep.parity.weights.adapter_probe import check_adapter_probe
+from lockstep.parity.weights.module_probe import ModuleProbe, ProbeRecord, check_probe
 from lockstep.sync.adapters.push import AdapterPusher
 from lockstep.sync.adapters.source import EffectiveSource
 from lockstep.sync.push import SyncRecord, forget_push, push_weights
@@ -184,7 +184,9 @@ class ProvenPusher:
         return gap
 
     def sample_canary(self, distribution: Distribution, version: int) -> None:
-        """Let an engine in 8 bits sample from the run's distribution without quantised inputs (`parity/whole_inputs.py`).
+        """Let an engine in 8 bits sample from the run's distribution without quantised inputs.
+
+        `parity/logprobs/quantised_whole_inputs.py` has the proof.
 
         Raises:
             ProofError: the gap is over a limit of the dtypes.

@@ -58,7 +58,7 @@ class Driver:
         tokenizer: decodes ids to text. It never makes ids.
         settled: returns True when no quick work of a program outside the engine (a tool call) is running any more, after it has
             waited for such work; False: it had nothing to wait for. None: programs wait for nothing but the engine.
-        check: raises if an answer does not fit its request (`parity/step/ends.py`).
+        check: raises if an answer does not fit its request (`parity/sampling/ends.py`).
     """
 
     def __init__(

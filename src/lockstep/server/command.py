@@ -22,7 +22,7 @@ from lockstep.engines.vllm.arguments import (
     cpu_cache_bytes,
     engine_arguments,
 )
-from lockstep.engines.vllm.pictures import picture_arguments
+from lockstep.engines.vllm.requests.pictures import picture_arguments
 from lockstep.engines.vllm.workers.environment import LOOPBACK, cpu_settings
 from lockstep.errors import InputError
 from lockstep.models.policy import context_length

@@ -19,7 +19,7 @@ groups, and each rank learns from its own micro-batches.
 | prove  | `_begin_step`       | `training/step/model_gradient.py`: the model's own backward, at the first step and now and then |
 | learn  | `micro_step`        | `training/step/update.py`: forward, loss and backward of one micro-batch |
 | prove  | `micro_step`        | `training/step/step_proofs.py`: what enters the loss, and what flows back from it |
-| prove  | `_finish_step`      | `parity/gap.py`, through `training/generate/proofs/proofs.py` |
+| prove  | `_finish_step`      | `parity/logprobs/gap.py`, through `training/generate/proofs/proofs.py` |
 | step   | `transformers.Trainer` | clips the gradients and calls the optimizer |
 | prove  | `before_update`, `after_update` | `parity/step/update.py`: compare the step with its definition |
 | log    | `_finish_step`      | `training/run_files/step_log.py` |
@@ -35,12 +35,12 @@ import torch
 from transformers import TrainerState
 
 from lockstep.errors import InputError
-from lockstep.parity.gap import check_count
+from lockstep.parity.logprobs.gap import check_count
 from lockstep.parity.step.forward import check_repeated
 from lockstep.parity.step.learned import SampledTokens
 from lockstep.parity.step.reference import FrozenWeights
-from lockstep.parity.step.settings import SettingsProof
 from lockstep.parity.step.update import UpdateProof
+from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt, RolloutGroup

@@ -1,6 +1,6 @@
 """A whole run: evaluate, train, evaluate again, in view of the user.
 
-`cli/` or a user's script calls it. The trainer's callback `RunFiles` (`training/trainers/run_files.py`) writes the files.
+`cli/` or a user's script calls it. The trainer's callback `RunFiles` (`training/trainers/hooks/run_files.py`) writes the files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.training.run_files.checkpoints import TRAINER_STATE, checkpoint_st
 from lockstep.training.run_files.run_directory import RunPlace
 from lockstep.training.run_files.saved_evaluation import read_evaluation
 from lockstep.training.stop_signals import StopSignals, interrupted
-from lockstep.training.trainers.live_views import view_of
+from lockstep.training.trainers.hooks.live_views import view_of
 from lockstep.training.trainers.online import OnlineTrainer
 
 _logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import itertools
 import math
 
 from lockstep.errors import ProofError
-from lockstep.parity.step.draws import FALSE_ALARM, DrawEvidence
+from lockstep.parity.sampling.draws import FALSE_ALARM, DrawEvidence
 from lockstep.rollouts.driver import collect
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.step.generation import sequences_of

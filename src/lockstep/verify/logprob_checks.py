@@ -11,11 +11,11 @@ import torch
 
 from lockstep.engines.protocol import Completion, Sampling
 from lockstep.engines.tensor_specs import dtype_name
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.gap import GapStats, measure_gap
-from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.gap import GapStats, measure_gap
+from lockstep.parity.logprobs.quantised_whole_inputs import whole_inputs
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps
 from lockstep.parity.tolerances import Tolerance, outside_limit, tolerance
-from lockstep.parity.whole_inputs import whole_inputs
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.training.methods.grpo import GRPOObjective
@@ -52,7 +52,8 @@ def _as_exact_as_possible(stage: Stage) -> Iterator[bool]:
     """In this context, an engine in 8 bits does not quantise its inputs, and neither does the trainer's forward in 8 bits.
 
     Yields:
-        Whether the limits of the dtypes hold. They do not if the engine goes on to quantise its inputs (`parity/whole_inputs.py`).
+        Whether the limits of the dtypes hold. They do not if the engine goes on to quantise its inputs
+        (`parity/logprobs/quantised_whole_inputs.py`).
     """
     error = stage.trainer.proofs.quantisation
     if error is None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lockstep.parity.gap import GapStats, over_limits
+from lockstep.parity.logprobs.gap import GapStats, over_limits
 from lockstep.parity.tolerances import Tolerance
 
 

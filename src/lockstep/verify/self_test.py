@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.step.draws import DrawEvidence
+from lockstep.parity.sampling.draws import DrawEvidence
 from lockstep.verify.draw_checks import many_draws
 from lockstep.verify.faults import (
     adapters,

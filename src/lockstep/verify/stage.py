@@ -25,11 +25,11 @@ from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, Engine, Sampling
 from lockstep.errors import InputError
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.gap import GapStats, measure_gap
-from lockstep.parity.module_probe import ProbeRecord
-from lockstep.parity.rescoring import Precision, completion_logps
+from lockstep.parity.logprobs.gap import GapStats, measure_gap
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps
 from lockstep.parity.resume.inputs import data_digest
 from lockstep.parity.tolerances import tolerance
+from lockstep.parity.weights.module_probe import ProbeRecord
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.tokens.arrays import Ids, whole_numbers
@@ -38,7 +38,7 @@ from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.evaluation import evaluate
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.trainers.grpo import GRPOTrainer
-from lockstep.training.trainers.run_files import RunFiles
+from lockstep.training.trainers.hooks.run_files import RunFiles
 from lockstep.verify.sizes import SIZES
 
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep.errors import ProofError
-from lockstep.parity.canary import score_canary
-from lockstep.parity.gap import GapStats
+from lockstep.parity.logprobs.canary import score_canary
+from lockstep.parity.logprobs.gap import GapStats
 from lockstep.parity.tolerances import Tolerance
 from lockstep.verify.rows import Row, gap_row
 from lockstep.verify.stage import Stage

@@ -13,9 +13,9 @@ from tiny import make_model
 
 from lockstep.engines.protocol import Completion, RequestKey, Sampling
 from lockstep.errors import ProofError
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.gap import GapStats, measure_gap
-from lockstep.parity.rescoring import Precision, completion_logps, sampled_logps
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.gap import GapStats, measure_gap
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps, sampled_logps
 from lockstep.parity.step.forward import check_plain, check_repeated
 from lockstep.parity.step.learned import SampledTokens
 from lockstep.parity.tolerances import tolerance

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.engines.adapters.receiver import AdapterLimits
 from lockstep.engines.adapters.transfer import one_acknowledgement
-from lockstep.engines.http.server_messages import agreed_answers
+from lockstep.engines.http.requests.messages import agreed_answers
 from lockstep.engines.protocol import LoadedWeights, RequestKey
 from lockstep.errors import InputError, ProofError
 

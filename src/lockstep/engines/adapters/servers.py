@@ -21,8 +21,8 @@ import torch
 
 from lockstep.engines.adapters.receiver import AdapterLimits
 from lockstep.engines.adapters.transfer import AdapterCalls, one_acknowledgement
+from lockstep.engines.http.requests.messages import agreed_answers, loaded_from
 from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.http.server_messages import agreed_answers, loaded_from
 from lockstep.engines.http.server_set import ServerSet
 from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.probe import decode_floats

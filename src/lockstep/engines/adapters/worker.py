@@ -176,8 +176,8 @@ def read_adapter_back(worker: Any, name: str) -> LoadedWeights:
 
 def probe_adapter(worker: Any, name: str, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
     """Outputs of adapted layers, as in `AdapterReceiver.probe`, of the layers that this worker has."""
-    from lockstep.engines.vllm.probe import linear_output
-    from lockstep.engines.vllm.shards import whole_parts
+    from lockstep.engines.vllm.probe.modules import linear_output
+    from lockstep.engines.vllm.probe.shards import whole_parts
 
     memory = _memory(worker)
     places = {layer: _place(memory.slots, layer + DOWN) for layer in layers}

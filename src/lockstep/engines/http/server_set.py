@@ -1,7 +1,7 @@
 """The servers of one engine: which there are, calls to all of them at once, and which of them cannot be used.
 
-`engines/http/vllm_server.py` owns the set and lends it to `server_requests.py` and `engines/adapters/servers.py`. Servers leave and
-join between two pushes.
+`engines/http/vllm_server.py` owns the set and lends it to `requests/sending.py` and `engines/adapters/servers.py`. Servers leave
+and join between two pushes.
 """
 
 from __future__ import annotations

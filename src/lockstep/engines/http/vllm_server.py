@@ -22,9 +22,9 @@ from lockstep.engines.adapters.servers import EngineParts, ServerAdapters
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.engines.http.call_loop import CallLoop, Pending
 from lockstep.engines.http.pauses import Pauses
+from lockstep.engines.http.requests.messages import agreed_answers, loaded_from
+from lockstep.engines.http.requests.sending import ServerRequests
 from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
-from lockstep.engines.http.server_messages import agreed_answers, loaded_from
-from lockstep.engines.http.server_requests import ServerRequests
 from lockstep.engines.http.server_set import ServerSet
 from lockstep.engines.http.server_state import HEALTH_EVERY, agreed_settings, unreachable
 from lockstep.engines.http.transport import WeightTransport

@@ -17,7 +17,8 @@ from lockstep.errors import InputError
 IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
 WORKER_EXTENSION = "lockstep.sync.vllm.worker.LockstepWorker"
 
-# Keys of a request's `extra_args` (`engines/vllm/kept_ids.py`): the largest number of kept ids per token, and bad words as ids.
+# Keys of a request's `extra_args` (`engines/vllm/patches/kept_ids.py`): the largest number of kept ids per token, and bad words as
+# ids.
 MAX_KEPT_IDS, BAD_WORDS = "lockstep_max_kept_ids", "lockstep_bad_words"
 # The library that makes the masks of grammars, in the engine and in the trainer (`engines/filters/grammars.py`). Without this
 # setting, vLLM would choose a library for each request.

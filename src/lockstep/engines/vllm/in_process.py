@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from lockstep.engines.adapters.in_process import AdaptersInProcess
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.engines.http.server_messages import agreed_answers
+from lockstep.engines.http.requests.messages import agreed_answers
 from lockstep.engines.inbox import Inbox, answer_all
 from lockstep.engines.probe import EngineModules
 from lockstep.engines.protocol import (
@@ -32,9 +32,9 @@ from lockstep.engines.protocol import (
     RequestKey,
 )
 from lockstep.engines.vllm.arguments import check_quantization, check_user_arguments, cpu_cache_bytes, engine_arguments
-from lockstep.engines.vllm.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
-from lockstep.engines.vllm.requests import completion, prompt_logprobs, sampling_params, scoring_params
-from lockstep.engines.vllm.sent import check_sent, fields_of
+from lockstep.engines.vllm.requests.check_sent import check_sent, fields_of
+from lockstep.engines.vllm.requests.conversion import completion, prompt_logprobs, sampling_params, scoring_params
+from lockstep.engines.vllm.requests.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
 from lockstep.engines.vllm.sleep import Sleep, SleepLevel, sleep_arguments
 from lockstep.engines.vllm.workers.environment import close_at_exit
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
@@ -278,7 +278,7 @@ class VLLMInProcess:
             raise
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
-        from lockstep.engines.vllm.probe import list_modules
+        from lockstep.engines.vllm.probe.modules import list_modules
 
         found = self._call(list_modules, checkpoint_names)
         # Workers have different parts of the same modules.
@@ -286,20 +286,20 @@ class VLLMInProcess:
         return EngineModules(probed, tuple(dict.fromkeys(name for one in found for name in one.unreached)))
 
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
-        from lockstep.engines.vllm.probe import probe_modules
+        from lockstep.engines.vllm.probe.modules import probe_modules
 
         self._check_awake()
         answers = self._call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
 
     def codes(self, names: Sequence[str]) -> dict[str, str]:
-        from lockstep.engines.vllm.quantised import code_digests
+        from lockstep.engines.vllm.probe.quantised import code_digests
 
         self._check_awake()
         return agreed_answers(self._call(code_digests, tuple(names)), "vLLM in this process")
 
     def quantise_inputs(self, wanted: bool) -> bool:
-        from lockstep.engines.vllm.quantised import quantise_inputs
+        from lockstep.engines.vllm.probe.quantised import quantise_inputs
 
         self._check_awake()
         return all(self._call(quantise_inputs, wanted))

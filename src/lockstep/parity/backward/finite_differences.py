@@ -20,7 +20,7 @@ from lockstep.engines.protocol import Completion
 from lockstep.errors import ProofError
 from lockstep.parity.backward.in_float64 import Float64, Move
 from lockstep.parity.backward.plain_scores import plain_scores
-from lockstep.parity.distributions import Distribution
+from lockstep.parity.logprobs.distributions import Distribution
 
 # Directions of one check.
 # The gradient of a policy that is certain of every token is too small for float32.

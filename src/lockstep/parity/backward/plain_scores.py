@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from lockstep.engines.protocol import Completion
 from lockstep.models.adapters import causal_model
 from lockstep.models.logits import transformed_logits
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.rescoring import sets_of_all
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.rescoring import sets_of_all
 
 
 @torch.no_grad()

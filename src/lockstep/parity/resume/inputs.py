@@ -1,7 +1,7 @@
 """The proof of a run's inputs: its data, its reward functions and its settings are those with which it began.
 
 A run writes their digests into the receipt's first line (`training/generate/proofs/proofs.py`). A resumed run compares them before
-it loads anything (`training/trainers/resuming.py`).
+it loads anything (`training/trainers/hooks/whole_checkpoints.py`).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The proofs of what lies on either side of the seam: samples, ends, gradients and updates."""
+"""Proves an optimizer step: what enters the loss, the gradient of the loss, the update, and what must stay as it is."""

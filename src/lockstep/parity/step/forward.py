@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion
 from lockstep.errors import ProofError
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.gap import GapStats, over_limits
-from lockstep.parity.rescoring import Precision, sampled_logps
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.gap import GapStats, over_limits
+from lockstep.parity.logprobs.rescoring import Precision, sampled_logps
 from lockstep.parity.tolerances import Tolerance
 
 _CAUSE = (

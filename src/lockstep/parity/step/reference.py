@@ -1,7 +1,7 @@
 """The proof of what must stay as it is: the reference model, and the frozen weights under an adapter.
 
-`training/trainers/steps.py` makes it when training begins. `training/loop.py` asks it once per generation, and after each step.
-The log-probs of the reference are checked in `training/step/generation.py`.
+`training/trainers/hooks/steps.py` makes it when training begins. `training/loop.py` asks it once per generation, and after each
+step. The log-probs of the reference are checked in `training/step/generation.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from lockstep.engines.protocol import Completion
 from lockstep.engines.tensor_specs import tensor_digest
 from lockstep.errors import ProofError
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.rescoring import Precision, sampled_logps
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.rescoring import Precision, sampled_logps
 from lockstep.parity.step.drawn import Drawn
 from lockstep.parity.tolerances import Tolerance
 from lockstep.shards.parts import local_part

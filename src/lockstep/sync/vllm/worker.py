@@ -33,8 +33,8 @@ class LockstepWorker:
     def lockstep_state(self) -> dict[str, Any]:
         """The identity of this engine, and the settings that it runs with. Every trainer calls it first."""
         from lockstep.engines.adapters.worker import load_from_memory
-        from lockstep.engines.vllm.kept_ids import record_kept_ids
-        from lockstep.engines.vllm.pictures import picture_cache_bytes, record_pictures
+        from lockstep.engines.vllm.patches.kept_ids import record_kept_ids
+        from lockstep.engines.vllm.requests.pictures import picture_cache_bytes, record_pictures
         from lockstep.sync.vllm.reload import loaded_dtypes
 
         memory = load_from_memory(self)
@@ -60,7 +60,7 @@ class LockstepWorker:
 
     def lockstep_modules(self, checkpoint_names: str) -> dict[str, Any]:
         """`EngineModules` for a JSON list of checkpoint names."""
-        from lockstep.engines.vllm.probe import list_modules
+        from lockstep.engines.vllm.probe.modules import list_modules
 
         found = list_modules(self, tuple(json.loads(checkpoint_names)))
         return {"probed": [asdict(m) for m in found.probed.values()], "unreached": list(found.unreached)}
@@ -71,32 +71,32 @@ class LockstepWorker:
         Args:
             adapter: name of the adapter that the modules use; empty: they use none.
         """
-        from lockstep.engines.vllm.probe import probe_modules
+        from lockstep.engines.vllm.probe.modules import probe_modules
 
         answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every), adapter or None)
         return {name: encode_floats(answer) for name, answer in answers.items()}
 
     def lockstep_codes(self, names: str) -> dict[str, str]:
         """The digest of the codes and scales of each named module in 8 bits; empty where they cannot be read."""
-        from lockstep.engines.vllm.quantised import code_digests
+        from lockstep.engines.vllm.probe.quantised import code_digests
 
         return code_digests(self, tuple(json.loads(names)))
 
     def lockstep_quantise_inputs(self, wanted: str) -> dict[str, bool]:
         """Set whether the modules in 8 bits quantise their inputs. Returns whether it could be set."""
-        from lockstep.engines.vllm.quantised import quantise_inputs
+        from lockstep.engines.vllm.probe.quantised import quantise_inputs
 
         return {"set": quantise_inputs(self, wanted == "True")}
 
     def lockstep_pictures(self, digests: str) -> dict[str, str | None]:
         """For each digest, the digest of the tensors that this worker has encoded under it; None: it has encoded none."""
-        from lockstep.engines.vllm.pictures import recorded_digests
+        from lockstep.engines.vllm.requests.pictures import recorded_digests
 
         return recorded_digests(self, json.loads(digests))
 
     def lockstep_encoded(self) -> dict[str, bool]:
         """Whether the worker keeps pictures that were encoded with earlier weights."""
-        from lockstep.engines.vllm.pictures import holds_no_pictures
+        from lockstep.engines.vllm.requests.pictures import holds_no_pictures
 
         return {"holding": not holds_no_pictures(self)}
 

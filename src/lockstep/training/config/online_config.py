@@ -18,7 +18,7 @@ from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS
 from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
-from lockstep.parity.rescoring import Precision
+from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.shards.settings import take_settings
 from lockstep.shards.zero.settings import check_values, take_zero_settings
 from lockstep.training.config.checks import check_fields

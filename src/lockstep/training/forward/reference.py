@@ -26,7 +26,7 @@ class Reference:
 
     Args:
         policy: the model to train. If it has an adapter, the reference is the model without the adapter and needs no memory.
-        given: another model to use (`training/trainers/setup.py` has checked it).
+        given: another model to use (`training/trainers/setup/arguments.py` has checked it).
 
     Raises:
         InputError: the policy's adapter cannot be switched off, or the base model is not the initial policy.

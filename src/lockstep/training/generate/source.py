@@ -18,10 +18,10 @@ from lockstep.engines.protocol import Engine, Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
-from lockstep.parity.samples import Seeds
-from lockstep.parity.staleness import check_staleness
-from lockstep.parity.step.settings import SettingsProof
+from lockstep.parity.sampling.independent_samples import Seeds
+from lockstep.parity.sampling.staleness import check_staleness
 from lockstep.parity.tolerances import Tolerance, tolerance
+from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks

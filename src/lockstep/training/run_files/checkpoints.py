@@ -108,7 +108,7 @@ def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
     """Remove everything that a run wrote after `checkpoint`: later or incomplete checkpoints, and later log lines.
 
     If `checkpoint` is None, incomplete checkpoints and all log lines are removed. Later rollouts go when the run begins
-    (`training/trainers/run_files.py`), because it may still be refused.
+    (`training/trainers/hooks/run_files.py`), because it may still be refused.
     """
     folder = Path(output_dir)
     step = checkpoint_step(checkpoint) if checkpoint is not None else 0

@@ -20,7 +20,7 @@ from lockstep.engines.protocol import Completion, RequestKey, Sampling
 from lockstep.errors import ProofError
 from lockstep.models.quantised import is_quantised
 from lockstep.parity.backward.finite_differences import Directions, Drawn, check_computed_gradient, check_model_gradient
-from lockstep.parity.distributions import Distribution
+from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.tolerances import gradient_limit
 from lockstep.shards.model import sharded
 from lockstep.tokens.arrays import filled, places_of, whole_numbers

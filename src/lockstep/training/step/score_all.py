@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lockstep.errors import InputError
-from lockstep.parity.gap import GapStats
-from lockstep.parity.kept_sets import KeptSetStats
-from lockstep.parity.step.draws import DrawStats
+from lockstep.parity.logprobs.gap import GapStats
+from lockstep.parity.sampling.draws import DrawStats
+from lockstep.parity.sampling.kept_sets import KeptSetStats
 from lockstep.tokens.arrays import cut, joined, reals
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig

@@ -13,8 +13,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion
-from lockstep.parity.distributions import Distribution
-from lockstep.parity.rescoring import Precision
+from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.parity.step.advantages import AdvantageProof
 from lockstep.parity.step.forward import check_plain
 from lockstep.parity.step.learned import SampledTokens

@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.router_balance import Routing
-from lockstep.parity.kept_sets import KeptSetProof, KeptSetStats
-from lockstep.parity.step.settings import SettingsProof
+from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats
+from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.shards.model import sharded

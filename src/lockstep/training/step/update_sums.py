@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from lockstep.algorithms.corrections import effective_sample_size
 from lockstep.algorithms.tally import Tally
-from lockstep.parity.decomposition import split_gap
-from lockstep.parity.gap import GapStats, Logps, measure_gap
-from lockstep.parity.kept_sets import KeptSetStats
-from lockstep.parity.step.bets import TokenDraws
-from lockstep.parity.step.draws import DrawStats, measure_draws
+from lockstep.parity.logprobs.decomposition import split_gap
+from lockstep.parity.logprobs.gap import GapStats, Logps, measure_gap
+from lockstep.parity.sampling.bets import TokenDraws
+from lockstep.parity.sampling.draws import DrawStats, measure_draws
+from lockstep.parity.sampling.kept_sets import KeptSetStats
 from lockstep.parity.tolerances import Tolerance
 from lockstep.tokens.arrays import cut
 from lockstep.training.batch.sequence import TrainingSequence, column, flat

@@ -27,8 +27,8 @@ from lockstep.training.generate.metrics import evaluation_metrics
 from lockstep.training.generate.proofs.evaluation import count_seen
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
-from lockstep.training.trainers.argument_kinds import check_open
-from lockstep.training.trainers.run_files import RunFiles
+from lockstep.training.trainers.hooks.run_files import RunFiles
+from lockstep.training.trainers.setup.argument_kinds import check_open
 from lockstep.training.trainers.trl_names import TRLNames
 
 _logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
-from lockstep.parity.step.settings import SettingsProof
+from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import RolloutGroup
@@ -51,14 +51,13 @@ from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import leave_unwrapped
 from lockstep.training.step.generation import Preparation
 from lockstep.training.step.moving_share import check_steps_move
-from lockstep.training.trainers.argument_kinds import check_kinds, check_open
-from lockstep.training.trainers.callbacks import add_callbacks
 from lockstep.training.trainers.evaluation import EvaluatesBySampling
-from lockstep.training.trainers.foreign_hooks import RefusesForeignHooks
-from lockstep.training.trainers.images import check_images, image_prompts, parts_of_processor, unsupported_with_images
-from lockstep.training.trainers.live_views import show_in_notebook
-from lockstep.training.trainers.resuming import WholeCheckpoints
-from lockstep.training.trainers.setup import (
+from lockstep.training.trainers.hooks.callbacks import add_callbacks
+from lockstep.training.trainers.hooks.live_views import show_in_notebook
+from lockstep.training.trainers.hooks.steps import StepHooks
+from lockstep.training.trainers.hooks.whole_checkpoints import WholeCheckpoints
+from lockstep.training.trainers.setup.argument_kinds import check_kinds, check_open
+from lockstep.training.trainers.setup.arguments import (
     check_reference,
     check_reference_model,
     context_within,
@@ -67,8 +66,14 @@ from lockstep.training.trainers.setup import (
     rollout_tools,
     router_coefficient,
 )
-from lockstep.training.trainers.sharding import shard_models
-from lockstep.training.trainers.steps import StepHooks
+from lockstep.training.trainers.setup.foreign_hooks import RefusesForeignHooks
+from lockstep.training.trainers.setup.images import (
+    check_images,
+    image_prompts,
+    parts_of_processor,
+    unsupported_with_images,
+)
+from lockstep.training.trainers.setup.sharding import shard_models
 
 # A rank waits for the rank with the engine this many times as long as a generation may take. The longest wait is for a generation
 # that is lost and repeated.

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import lockstep.engines.transformers_engine as transformers_engine
-import lockstep.engines.vllm.requests as vllm_requests
+import lockstep.engines.vllm.requests.conversion as vllm_requests
 from lockstep.engines.protocol import Completion, GenerationRequest
 from lockstep.tokens.end import end_ids
 from lockstep.verify.faults.filters import samples_with

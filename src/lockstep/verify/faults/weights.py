@@ -10,8 +10,8 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import linear
 
-import lockstep.parity.module_probe as probe_module
 import lockstep.parity.proven_push as proofs_module
+import lockstep.parity.weights.module_probe as probe_module
 import lockstep.sync.push as push_module
 from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.models.checkpoint_names import expert_names

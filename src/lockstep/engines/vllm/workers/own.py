@@ -32,7 +32,7 @@ class OwnWorker:
     wire_dtype: torch.dtype | None = None
 
     def __init__(self, llm: LLM) -> None:
-        from lockstep.engines.vllm.kept_ids import record_kept_ids
+        from lockstep.engines.vllm.patches.kept_ids import record_kept_ids
 
         self._llm = llm
         llm.init_weight_transfer_engine({"init_info": {}})

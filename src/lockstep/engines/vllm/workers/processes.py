@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.engines.adapters.transfer import AdapterCalls, one_acknowledgement
-from lockstep.engines.http.server_messages import loaded_from
+from lockstep.engines.http.requests.messages import loaded_from
 from lockstep.engines.http.transport import WeightReceiverCalls, WeightTransport
 from lockstep.engines.protocol import EngineSettings, LoadedWeights
 from lockstep.engines.vllm.settings import differing_settings, only_dtype, settings_from

@@ -1,6 +1,7 @@
 """The fields of runs with pictures.
 
-`training/config/online_config.py` inherits the fields. `training/trainers/images.py` and `training/forward/policy.py` read them.
+`training/config/online_config.py` inherits the fields. `training/trainers/setup/images.py` and `training/forward/policy.py` read
+them.
 """
 
 from __future__ import annotations

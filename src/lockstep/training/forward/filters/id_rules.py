@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.engines.filters.distribution import Sampling
 from lockstep.engines.filters.grammars import GrammarCompiler
-from lockstep.parity.distributions import Distribution
+from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.tokens.arrays import Flags, Ids, chosen, places_of
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import embedding_rows

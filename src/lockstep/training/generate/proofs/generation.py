@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.parity.gap import GapStats
-from lockstep.parity.kept_sets import KeptSetStats
-from lockstep.parity.step.draws import DrawStats
+from lockstep.parity.logprobs.gap import GapStats
+from lockstep.parity.sampling.draws import DrawStats
+from lockstep.parity.sampling.kept_sets import KeptSetStats
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.training.generate.proofs.proofs import Proofs
 from lockstep.training.generate.recovery import Recovery

@@ -26,19 +26,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Sampling
-from lockstep.parity.gap import GapStats, PooledGap, check_count, over_limits
-from lockstep.parity.kept_sets import KeptSetStats
-from lockstep.parity.module_probe import ModuleProbe, ProbeRecord
+from lockstep.parity.logprobs.gap import GapStats, PooledGap, check_count, over_limits
+from lockstep.parity.logprobs.gap_tail import GapTail
+from lockstep.parity.logprobs.quantised_gap import QuantisationError
+from lockstep.parity.logprobs.rescoring import sampled_logps
 from lockstep.parity.proven_push import ProvenPusher, PushProof
-from lockstep.parity.quantised_gap import QuantisationError
 from lockstep.parity.receipt import RECEIPT, Receipt
-from lockstep.parity.rescoring import sampled_logps
-from lockstep.parity.samples import check_samples
-from lockstep.parity.step.draws import DrawEvidence, DrawStats, draw_metrics
-from lockstep.parity.step.ends import Ends
-from lockstep.parity.step.settings import SettingsProof
-from lockstep.parity.tail import GapTail
+from lockstep.parity.sampling.draws import DrawEvidence, DrawStats, draw_metrics
+from lockstep.parity.sampling.ends import Ends
+from lockstep.parity.sampling.independent_samples import check_samples
+from lockstep.parity.sampling.kept_sets import KeptSetStats
 from lockstep.parity.tolerances import Tolerance
+from lockstep.parity.user_settings import SettingsProof
+from lockstep.parity.weights.module_probe import ModuleProbe, ProbeRecord
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.driver import decoding
 from lockstep.rollouts.group import RolloutGroup

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.engines.protocol import EngineSettings
-from lockstep.parity.gap import GapStats
+from lockstep.parity.logprobs.gap import GapStats
 from lockstep.parity.proven_push import ProvenPusher
 from lockstep.parity.tolerances import Tolerance
 

@@ -1,0 +1,1 @@
+"""Requests to servers: how they are sent, their messages, and their pictures."""

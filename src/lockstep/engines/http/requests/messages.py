@@ -1,0 +1,215 @@
+"""Conversions between our types and the JSON of a server: requests, answers, and the acknowledgements of its workers.
+
+These are pure functions, and vLLM need not be installed. `engines/http/vllm_server.py` uses them. They check that an answer belongs
+to its request and that each log-prob belongs to its token. `engines/answers.py` then checks the content of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import eq, itemgetter
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from lockstep.engines.http.requests.pictures import check_places, features
+from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
+from lockstep.engines.vllm.requests.conversion import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
+from lockstep.errors import LockstepError, ProofError
+from lockstep.images.pictures import Picture
+from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers
+
+T = TypeVar("T")
+
+# vLLM's server writes this in place of a log-prob that is missing, NaN or −inf (fault P3).
+_NO_LOGPROB = -9999.0
+# Getters for two fields of a token's entry. `map` calls them faster than a loop in Python.
+_token_id, _logprob = itemgetter("token_id"), itemgetter("logprob")
+# vLLM's stamp of the weights that it has loaded at its start.
+INITIAL_WEIGHTS = "default"
+
+
+def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
+    """The body of a generation request. The server must already hold the request's pictures.
+
+    Args:
+        name: a unique request id.
+    """
+    body = _body(request.prompt_ids.tolist(), name, sampling_fields(request))
+    return body if request.pictures is None else body | {"features": features(request.pictures)}
+
+
+def pictures_body(request: GenerationRequest, sent: Sequence[Picture], name: str, *, first: bool) -> dict[str, Any]:
+    """The body of a request whose only purpose is to send the pictures of a prompt. It asks for one token.
+
+    Args:
+        sent: the pictures that the server does not hold yet.
+        first: as in `scoring_body`.
+    """
+    assert request.pictures is not None
+    body = _body(request.prompt_ids.tolist(), name, {"max_tokens": 1, "detokenize": False})
+    return body | {"features": features(request.pictures, sent)} | _priority(first)
+
+
+def scoring_body(ids: tuple[int, ...], name: str, *, first: bool) -> dict[str, Any]:
+    """The body of a request for the log-probs of the prompt itself. vLLM computes them without its prefix cache.
+
+    Args:
+        first: whether the server answers before the generation requests that wait; only for servers that accept priorities.
+    """
+    return _body(np.asarray(ids).tolist(), name, SCORING_FIELDS) | _priority(first)
+
+
+def _priority(first: bool) -> dict[str, int]:
+    return {"priority": -1} if first else {}
+
+
+def _body(ids: list[int], name: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    return {"request_id": name, "token_ids": ids, "return_token_ids": True, "sampling_params": params}
+
+
+def completion_from(answer: Any, request: GenerationRequest, name: str, versions: Mapping[str, int]) -> Completion:
+    """Convert one answer to a completion.
+
+    Args:
+        name: the request id that was sent.
+        versions: the weight version of each stamp that this trainer has given to the server.
+
+    Raises:
+        ProofError: the answer belongs to another request, has pictures in other places, lacks a log-prob, or was sampled by
+            weights that this trainer did not push.
+        LockstepError: the request ended for a reason other than a stop or the length limit.
+    """
+    choice = _choice(answer, name)
+    token_ids = choice.get("token_ids") or []
+    finish = choice.get("finish_reason")
+    if finish not in ("stop", "length"):
+        raise LockstepError(f"request {request.key} ended with finish reason {finish!r}")
+    check_places(request, answer)
+    return Completion(
+        key=request.key,
+        prompt_ids=_ids(name, answer.get("prompt_token_ids") or []),
+        token_ids=_ids(name, token_ids),
+        logprobs=_logprobs(request, token_ids, choice),
+        weight_versions=_versions(request, choice.get("weight_versions") or [], versions, len(token_ids)),
+        finish_reason=cast(FinishReason, finish),
+        kept_ids=reported_kept_ids(request.key, choice.get("sampling_mask"), filtered=request.sampling.is_filtered),
+        # The server knows the pictures by their digests (`pictures.py`), and the answer reports the same places.
+        pictures=request.pictures,
+    )
+
+
+def scores_from(answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[str, int]) -> tuple[float, ...]:
+    """Log-prob of every id except the first. If a log-prob is missing, the result is shorter.
+
+    Raises:
+        ProofError: the answer belongs to another request or to other ids, or was computed by weights that this trainer did
+            not push.
+    """
+    choice = _choice(answer, name)
+    _check_stamps(name, choice.get("weight_versions") or [], versions)
+    if list(answer.get("prompt_token_ids") or ()) != np.asarray(ids).tolist():
+        raise _mixed_up(f"the answer to request {name} is about other ids than the ids that were sent")
+    entries = answer.get("prompt_logprobs") or []
+    found = [(entry or {}).get(str(token)) for entry, token in zip(entries[1:], ids[1:], strict=False)]
+    return tuple(value["logprob"] for value in found if value is not None and value["logprob"] > _NO_LOGPROB)
+
+
+def stamps_of(answer: Any) -> set[str]:
+    """The stamps of all tokens of an answer."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    spans = [span for choice in choices or () for span in choice.get("weight_versions") or ()]
+    return {span["version"] for span in spans}
+
+
+def _choice(answer: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(answer, dict) or not str(answer.get("request_id", "")).endswith(name):
+        found = answer.get("request_id") if isinstance(answer, dict) else answer
+        raise _mixed_up(f"the answer to request {name} is the answer to {str(found)[:80]!r}")
+    choices = answer.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise _mixed_up(f"the answer to request {name} has {len(choices or ())} completions instead of one")
+    return choices[0]
+
+
+def _ids(name: str, values: Any) -> Ids:
+    try:
+        return whole_numbers(values)
+    except BadValues as error:
+        raise _mixed_up(f"the answer to request {name} has values that are not token ids: {error}") from error
+
+
+def _logprobs(request: GenerationRequest, token_ids: list[int], choice: Mapping[str, Any]) -> Reals:
+    entries = (choice.get("logprobs") or {}).get("content") or []
+    if list(map(_token_id, entries)) == token_ids:
+        found = reals(list(map(_logprob, entries)))
+        if (found > _NO_LOGPROB).all():
+            return found
+    values = [
+        entry["logprob"]
+        for entry, token in zip(entries, token_ids, strict=False)
+        if entry["token_id"] == token and entry["logprob"] > _NO_LOGPROB
+    ]
+    raise ProofError(
+        "logprobs",
+        f"request {request.key} has {len(token_ids)} tokens and {len(entries)} log-probs; {len(values)} log-probs are finite and "
+        "belong to its tokens",
+        "the server was started without log-probs, or its model computes NaN",
+        "start the server with 'lockstep serve'; if it was started so, look for NaN in the weights",
+    )
+
+
+def _versions(
+    request: GenerationRequest, spans: list[Mapping[str, Any]], versions: Mapping[str, int], tokens: int
+) -> Ids:
+    _check_stamps(str(request.key), spans, versions)
+    return versions_of([(versions[span["version"]], span["start"], span["end"]) for span in spans], tokens)
+
+
+def _check_stamps(name: str, spans: list[Mapping[str, Any]], versions: Mapping[str, int]) -> None:
+    unknown = [span["version"] for span in spans if span["version"] not in versions]
+    if unknown or not spans:
+        raise ProofError(
+            "version",
+            f"request {name} was answered with weights that this trainer did not push (stamp {unknown[0] if unknown else None!r})",
+            "another trainer pushes weights to this server",
+            "let only one trainer use the server; this trainer pushes its weights again when it continues",
+        )
+
+
+def _mixed_up(found: str) -> ProofError:
+    return ProofError(
+        "keys",
+        found,
+        "a program between trainer and server doubled, lost or exchanged answers",
+        "remove proxies and caches between trainer and server; do not train on these answers",
+    )
+
+
+def agreed_answers(workers: Sequence[Mapping[str, T]], engine: str, same: Callable[[T, T], bool] = eq) -> dict[str, T]:
+    """The answers of all workers that share a model, by module.
+
+    Args:
+        engine: name of what the workers belong to, for the error.
+        same: whether two answers are equal.
+
+    Raises:
+        ProofError: two workers gave different answers for the same module.
+    """
+    agreed: dict[str, T] = {}
+    for worker in workers:
+        for name, answer in worker.items():
+            if not same(agreed.setdefault(name, answer), answer):
+                raise ProofError(
+                    "module_probe",
+                    f"the workers of {engine} compute {name} differently",
+                    "one of them did not receive or did not load the last push",
+                    "restart the engine and resume; if it happens again, report it with this message",
+                )
+    return agreed
+
+
+def loaded_from(found: Mapping[str, Any], server: str) -> LoadedWeights:
+    """Convert the acknowledgement of one worker. `server` is the name of its server in errors."""
+    tensors = tuple(TensorSpec(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in found["tensors"])
+    return LoadedWeights(tensors, tuple(found["untouched"]), server, unknown_base=found["unknown_base"])

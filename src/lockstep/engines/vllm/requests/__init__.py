@@ -1,0 +1,1 @@
+"""Requests and answers in vLLM's form: sampling parameters, pictures, completions."""

@@ -1,0 +1,179 @@
+"""Conversions between our types and vLLM's: requests to `SamplingParams`, and vLLM's outputs to completions.
+
+The engines that use vLLM call these functions. `engines/answers.py` then checks every completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from lockstep.engines.filters.grammars import as_ebnf
+from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, Grammar, RequestKey, Sampling
+from lockstep.engines.vllm.arguments import BAD_WORDS, MAX_KEPT_IDS
+from lockstep.engines.vllm.patches.kept_ids import kept_ids_from
+from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.tokens.arrays import BadValues, Ids, reals, whole_numbers
+from lockstep.tokens.kept_ids import KeptIds
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+
+def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
+    """The fields of `vllm.SamplingParams` for a request, as JSON types. They go to vLLM in this process or to a server."""
+    sampling: Sampling = request.sampling
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "min_tokens": sampling.min_tokens,
+        "stop": list(sampling.stop),
+        "seed": request.seed,
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop),
+        **_optional_fields(sampling),
+    }
+
+
+def _optional_fields(sampling: Sampling) -> dict[str, Any]:
+    """The fields of settings that only some requests have."""
+    extra: dict[str, Any] = {}
+    if sampling.is_filtered:
+        extra[MAX_KEPT_IDS] = sampling.max_kept_ids
+    if sampling.bad_words:
+        extra[BAD_WORDS] = [list(word) for word in sampling.bad_words]
+    fields: dict[str, Any] = {"extra_args": extra} if extra else {}
+    if sampling.logit_bias:
+        fields["logit_bias"] = dict(sampling.logit_bias)
+    if sampling.allowed_token_ids is not None:
+        fields["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.grammar is not None:
+        fields["structured_outputs"] = _structured_outputs(sampling.grammar)
+    return fields
+
+
+def _structured_outputs(grammar: Grammar) -> dict[str, str]:
+    # Choices are sent as our own grammar, so that vLLM and the trainer use the same one.
+    return {"grammar": as_ebnf(grammar.spec)} if grammar.kind == "choice" else {grammar.kind: grammar.spec}
+
+
+# The fields of a request that scores its prompt. For such a request, vLLM neither reads its prefix cache nor applies a temperature.
+SCORING_FIELDS = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+
+
+def sampling_params(request: GenerationRequest, *, partial: bool = False) -> Any:
+    """The `vllm.SamplingParams` of a request.
+
+    Args:
+        partial: whether vLLM also returns, after each step, an output with all ids so far.
+    """
+    return _params(sampling_fields(request), partial)
+
+
+def scoring_params() -> Any:
+    """The `vllm.SamplingParams` that score a prompt."""
+    return _params(SCORING_FIELDS)
+
+
+def _params(fields: Mapping[str, Any], partial: bool = False) -> Any:
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    structured = fields.get("structured_outputs")
+    if structured is not None:
+        fields = {**fields, "structured_outputs": StructuredOutputsParams(**structured)}
+    try:
+        kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**fields, output_kind=kind)
+    except (VLLMValidationError, ValueError) as error:
+        raise InputError(f"vLLM refuses these sampling settings: {str(error)[:300]}") from error
+
+
+def completion(key: RequestKey, output: RequestOutput, *, filtered: bool) -> Completion:
+    """Convert one output of vLLM to a completion.
+
+    Args:
+        filtered: whether the request has filters that depend on the logits (`Sampling.is_filtered`).
+
+    Raises:
+        ProofError: log-probs or kept ids are missing or damaged.
+        LockstepError: the request ended for a reason other than a stop or the length limit.
+    """
+    (sample,) = output.outputs
+    logprobs = sample.logprobs or []
+    token_ids = list(sample.token_ids)
+    if len(logprobs) != len(token_ids):
+        raise ProofError(
+            "logprobs",
+            f"request {key} has {len(token_ids)} tokens and {len(logprobs)} log-probs",
+            "vLLM was started without log-probs",
+            "keep the engine arguments that Lockstep sets",
+        )
+    if sample.finish_reason not in ("stop", "length"):
+        raise LockstepError(f"request {key} ended with finish reason {sample.finish_reason!r}")
+    return Completion(
+        key=key,
+        prompt_ids=whole_numbers(output.prompt_token_ids or ()),
+        token_ids=whole_numbers(token_ids),
+        # Look the log-prob up by token id, because the first entry is not always the sampled token.
+        logprobs=reals([entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]),
+        weight_versions=_versions(sample.weight_versions, len(token_ids)),
+        finish_reason=cast(FinishReason, sample.finish_reason),
+        kept_ids=reported_kept_ids(
+            key, sample.sampling_mask.token_ids if sample.sampling_mask else None, filtered=filtered
+        ),
+    )
+
+
+def reported_kept_ids(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, filtered: bool) -> KeptIds | None:
+    """The kept ids of an answer of vLLM; None if the answer has none.
+
+    If a request without filters is in the same batch as a request with filters, vLLM puts empty sets into its answer.
+
+    Raises:
+        ProofError: a value is not a token id.
+    """
+    if sets is None or not (filtered or any(sets)):
+        return None
+    try:
+        return kept_ids_from(sets)
+    except BadValues as error:
+        raise ProofError(
+            "kept_ids",
+            f"request {key} has kept ids that are not token ids: {error}",
+            "the engine's answer is damaged",
+            "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
+        ) from error
+
+
+def _versions(spans: Any, tokens: int) -> Ids:
+    return versions_of([(int(span.version), span.start, span.end) for span in spans or ()], tokens)
+
+
+def versions_of(spans: Sequence[tuple[int, int, int]], tokens: int) -> Ids:
+    """(tokens,) weight version of each token.
+
+    Args:
+        spans: spans of tokens with the same version, in order: the version, the index of the first token, and the index after the
+            last token. They may contain tokens after the end of the completion.
+        tokens: number of tokens of the completion.
+    """
+    versions = np.array([version for version, _, _ in spans], dtype=np.int64)
+    return whole_numbers(np.repeat(versions, [end - start for _, start, end in spans])[:tokens])
+
+
+def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:
+    """Log-prob of every prompt id except the first, which has none."""
+    ids = output.prompt_token_ids or []
+    entries = output.prompt_logprobs or []
+    return tuple(entry[token].logprob for entry, token in zip(entries[1:], ids[1:], strict=False) if entry)

@@ -1,0 +1,1 @@
+"""Proves that the modules of the engine compute with the trainer's weights."""

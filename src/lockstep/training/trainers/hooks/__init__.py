@@ -1,0 +1,1 @@
+"""What `transformers.Trainer` calls while it trains: callbacks, and methods around steps and checkpoints."""

@@ -1,0 +1,1 @@
+"""What the constructor of a trainer checks and prepares before training."""
