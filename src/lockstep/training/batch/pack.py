@@ -29,6 +29,7 @@ from lockstep.training.batch.pack_plan import cut_rows, cut_tree
 from lockstep.training.batch.pictures import PackPictures, PictureNumbers, position_ids
 from lockstep.training.batch.sequence import TrainingSequence, column, rollouts_of
 from lockstep.training.batch.tree import Ints, SortedPaths
+from lockstep.training.config.precision import usual_token_budgets
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class Pack:
         return replace(self, **moved)
 
 
-def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> Iterator[Pack]:
+def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int | None) -> Iterator[Pack]:
     """Yield packs of at most `token_budget` nodes, in the order given. A unit that is larger gets a separate pack.
 
     The number of packs is the smallest that this order allows. The cuts repeat as few prompt positions as possible, and the packs
@@ -107,7 +108,8 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
 
     Args:
         sequences: sequences with the same prompt must be adjacent; otherwise they share its positions only within a pack.
-        token_budget: largest number of positions per forward. The memory of a forward and its backward grows with it.
+        token_budget: largest number of positions per forward. The memory of a forward and its backward grows with it. None: the
+            usual numbers of this machine (`usual_token_budgets`).
 
     Raises:
         ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
@@ -118,7 +120,8 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
     paths = SortedPaths.of([s.path if numbers is None else numbers.path(s) for s in held])
     counts = [len(unit) for unit in units]
     bounds = [0, *np.cumsum(counts).tolist()]
-    for run in cut_tree(paths, counts, [len(unit[0].prompt_ids) for unit in units], token_budget):
+    budget, for_group = usual_token_budgets() if token_budget is None else (token_budget, token_budget)
+    for run in cut_tree(paths, counts, [len(unit[0].prompt_ids) for unit in units], budget, for_group):
         members = range(bounds[run.start], bounds[run.stop])
         tree = paths.tree(members)
         own = [held[i] for i in members]
@@ -137,17 +140,19 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int) -> 
         )
 
 
-def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int) -> Iterator[Pack]:
+def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int | None) -> Iterator[Pack]:
     """Yield packs of plain rows, for models that cannot attend within a tree. Rows are padded at the end. Short rows come first.
 
     Args:
-        token_budget: largest number of positions of a pack, padding included. A unit that is larger gets a separate pack.
+        token_budget: largest number of positions of a pack, padding included. A unit that is larger gets a separate pack. None:
+            the usual number of this machine.
 
     Raises:
         ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
     """
     units = sorted(_units(sequences), key=lambda unit: max(len(s.path) for s in unit))
-    for run in cut_rows([[len(s.path) for s in unit] for unit in units], token_budget):
+    budget = usual_token_budgets()[0] if token_budget is None else token_budget
+    for run in cut_rows([[len(s.path) for s in unit] for unit in units], budget):
         yield _rows([s for i in run for s in units[i]])
 
 

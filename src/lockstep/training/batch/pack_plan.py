@@ -14,22 +14,29 @@ import numpy as np
 
 from lockstep.training.batch.tree import Ints, SortedPaths
 
-# All possible packs that begin at one unit, ordered by where they end: their sizes, and their wastes (an int if all are equal).
-_Packs = tuple[Ints, Ints | int]
+# All possible packs that begin at one unit, ordered by where they end: their sizes, their wastes (an int if all are equal), and the
+# number of them that may be larger than the budget.
+_Packs = tuple[Ints, Ints | int, int]
+# A pack may be larger than the budget where it would otherwise repeat a prompt of at least this share of the budget.
+_LONG_PROMPT = 0.1
 
 
-def cut_tree(paths: SortedPaths, units: Sequence[int], prompts: Sequence[int], budget: int) -> list[range]:
+def cut_tree(
+    paths: SortedPaths, units: Sequence[int], prompts: Sequence[int], budget: int, for_group: int = 0
+) -> list[range]:
     """Cut units into packs. The paths of each pack form one tree. Returns the units of each pack.
 
     The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is one whose
     packs repeat the fewest prompt positions of the previous pack. If there are still several, it is the one whose largest pack
-    is smallest.
+    is smallest. A pack of more than `budget` nodes counts as several packs: as many as its nodes fill.
 
     Args:
         paths: the paths of all units, one unit after the other.
         units: number of paths of each unit. The paths of a unit stay in one pack.
         prompts: number of prompt ids in each unit's first path.
         budget: largest number of nodes of a pack. Shared nodes count once. A unit that is larger gets a separate pack.
+        for_group: largest number of nodes of a pack whose units have the same prompt, if the prompt takes a tenth of the budget or
+            more. 0: the budget.
     """
     if paths.size <= budget:
         return [range(len(units))] if units else []
@@ -37,6 +44,8 @@ def cut_tree(paths: SortedPaths, units: Sequence[int], prompts: Sequence[int], b
     # Ids that each path shares with an earlier path of the pack. At first only paths of the same unit are counted.
     known = np.zeros(len(lengths), dtype=np.int64)
     repeated = np.zeros(len(units), dtype=np.int64)
+    # Number of units from each unit on that have the same prompt.
+    group = [0] * len(units)
 
     def packs(start: int) -> _Packs:
         first, stop = bounds[start], bounds[start + 1]
@@ -45,8 +54,12 @@ def cut_tree(paths: SortedPaths, units: Sequence[int], prompts: Sequence[int], b
             np.maximum(known[path + 1 :], shared[path + 1 :], out=known[path + 1 :])
             if path == first and start:
                 repeated[start] = min(shared[path - 1], prompts[start])
-        sizes = np.cumsum(lengths[first:] - known[first:])
-        return sizes[bounds[start + 1 :] - first - 1], int(repeated[start])
+        sizes = np.cumsum(lengths[first:] - known[first:])[bounds[start + 1 :] - first - 1]
+        following = start + 1
+        same = following < len(units) and prompts[following] == prompts[start] == repeated[following]
+        group[start] = group[following] + 1 if same else 1
+        room = for_group if prompts[start] >= _LONG_PROMPT * budget else 0
+        return sizes, int(repeated[start]), min(group[start], int(np.searchsorted(sizes, room, side="right")))
 
     return _best(len(units), budget, packs)
 
@@ -67,7 +80,7 @@ def cut_rows(lengths: Sequence[Sequence[int]], budget: int) -> list[range]:
 
     def packs(start: int) -> _Packs:
         sizes = np.cumsum(rows[start:]) * np.maximum.accumulate(longest[start:])
-        return sizes, sizes - np.cumsum(filled[start:])
+        return sizes, sizes - np.cumsum(filled[start:]), 0
 
     return _best(len(lengths), budget, packs)
 
@@ -76,17 +89,17 @@ def _best(count: int, budget: int, packs: Callable[[int], _Packs]) -> list[range
     """The best cut of `count` units.
 
     Args:
-        packs: returns the sizes and wastes of the packs that begin at a unit. It is called once per unit, from the last unit to
-            the first. The sizes never decrease.
+        packs: returns the packs that begin at a unit. It is called once per unit, from the last unit to the first. The sizes
+            never decrease.
     """
     # For the units from each index to the last: number of packs, waste, largest pack, end of the first pack.
     number, waste, largest, after = (np.zeros(count + 1, dtype=np.int64) for _ in range(4))
     for start in reversed(range(count)):
-        sizes, wastes = packs(start)
-        fitting = max(1, int(np.searchsorted(sizes, budget, side="right")))
+        sizes, wastes, larger = packs(start)
+        fitting = max(1, int(np.searchsorted(sizes, budget, side="right")), larger)
         ends = slice(start + 1, start + 1 + fitting)
         costs = (
-            number[ends] + 1,
+            number[ends] + -(-sizes[:fitting] // budget),
             waste[ends] + (wastes if isinstance(wastes, int) else wastes[:fitting]),
             np.maximum(largest[ends], sizes[:fitting]),
         )

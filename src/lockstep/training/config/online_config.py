@@ -37,7 +37,7 @@ from lockstep.training.config.fields.logs import LogFields
 from lockstep.training.config.fields.servers import ServerFields
 from lockstep.training.config.fields.tools import ToolFields
 from lockstep.training.config.fields.trl import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
-from lockstep.training.config.precision import has_fast_bf16, usual_token_budget
+from lockstep.training.config.precision import has_fast_bf16
 
 
 @dataclass
@@ -174,11 +174,11 @@ class OnlineConfig(
             "(router_aux_loss_coef in its config). 0: none."
         ),
     )
-    token_budget: int = field(
-        default_factory=usual_token_budget,
+    token_budget: int | None = field(
+        default=None,
         metadata=doc(
             "Largest number of positions per forward: tokens after sharing, padding included. Memory grows with it. "
-            "Default: 4096 on a GPU, 2048 on a CPU."
+            "Default: 4096 on a GPU. On a CPU 2048, or up to 5120 where all completions of a prompt then fit together."
         ),
     )
     logits_chunk_size: int = field(default=512, metadata=doc("Rows of logits in memory at a time."))

@@ -17,9 +17,14 @@ def has_fast_bf16() -> bool:
     return any(bool(capabilities.get(name)) for name in ("amx_bf16", "avx512_bf16", "bf16"))
 
 
-def usual_token_budget() -> int:
-    """Positions of one forward that fill this machine's kernels and fit into usual memory (docs/internals/training.md)."""
-    return 4096 if torch.cuda.is_available() else 2048
+def usual_token_budgets() -> tuple[int, int]:
+    """Positions of one forward that fill this machine's kernels and fit into usual memory (docs/internals/training.md).
+
+    Returns:
+        The number for a forward, and the number for a forward with all completions of one prompt. On a CPU the second is larger,
+        because a CPU has more memory for its speed than a GPU.
+    """
+    return (4096, 4096) if torch.cuda.is_available() else (2048, 5120)
 
 
 def engine_dtype(name: str) -> torch.dtype:
