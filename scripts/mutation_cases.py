@@ -1458,8 +1458,8 @@ MUTATIONS = [
     Mutation(
         "packs beyond the budget",
         "training/batch/pack_plan.py",
-        'fitting = max(1, int(np.searchsorted(sizes, budget, side="right")))',
-        'fitting = max(1, int(np.searchsorted(sizes, 2 * budget, side="right")))',
+        'fitting = max(1, int(np.searchsorted(sizes, budget, side="right")), larger)',
+        'fitting = max(1, int(np.searchsorted(sizes, 2 * budget, side="right")), larger)',
         "tests/training/test_pack_plan.py",
     ),
     Mutation(
@@ -1711,6 +1711,34 @@ MUTATIONS = [
         'kwargs.get("scaling"), kwargs.get("softcap")), None',
         'kwargs.get("scaling"), None), None',
         "tests/training/test_transformed_logits.py::test_scores_and_gradients_are_those_of_the_models_own_logits",
+    ),
+    Mutation(
+        "the backward in bf16 lets a row of a chain see the rows after it",
+        "training/forward/attention/half_backward.py",
+        "ending.masked_fill_(hidden[:, None], 0.0)",
+        "pass",
+        "tests/training/test_half_backward.py::test_without_rounding_the_gradients_are_those_of_the_dense_mask",
+    ),
+    Mutation(
+        "the backward in bf16 rounds the logarithm of the denominators",
+        "training/forward/attention/half_backward.py",
+        "rest -= found[..., column]",
+        "rest.zero_()",
+        "tests/training/test_half_backward.py::test_the_rounding_is_that_of_pytorchs_kernel_in_bf16",
+    ),
+    Mutation(
+        "the backward in bf16 has queries that the forward did not round",
+        "training/forward/attention/block_attention.py",
+        "part.bfloat16() for part in (query, key, value)",
+        "part for part in (query, key, value)",
+        "tests/training/test_half_backward.py::test_only_a_run_in_bf16_on_a_processor_with_fast_bf16_has_this_backward",
+    ),
+    Mutation(
+        "groups with different prompts are joined to a pack beyond the budget",
+        "training/batch/pack_plan.py",
+        "prompts[following] == prompts[start] == repeated[following]",
+        "True",
+        "tests/training/test_pack_plan.py",
     ),
     Mutation(
         "attention over plain rows leaves out the cap of the scores",

@@ -81,14 +81,18 @@ def test_only_a_run_in_bf16_on_a_processor_with_fast_bf16_has_this_backward(
     half: torch.dtype | None, fast: bool, used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(block_attention, "has_fast_bf16", lambda: fast)
-    calls: list[Any] = []
+    dtypes: list[torch.dtype] = []
 
     def counted(*given: Any) -> Any:
-        calls.append(1)
+        dtypes.extend(part.dtype for part in given[1:4])
         return half_backward.half_backward(*given)
 
     monkeypatch.setattr(block_attention, "half_backward", counted)
     tree = TreeAttention.of(torch.tensor([6, 6, 6, 4, 6, 6]), CPU, torch.float32, half)
     query, key, value, _ = (part.requires_grad_() for part in drawn(6, (4, 2), torch.float32))
-    tree(query, key, value, None).sum().backward()
-    assert bool(calls) == used
+    out = tree(query, key, value, None)
+    out.sum().backward()
+    assert dtypes == ([torch.bfloat16] * 3 if used else [])
+    # The forward has the same queries, keys and values as this backward.
+    rounded = [part.bfloat16().float() if used else part for part in (query, key, value)]
+    assert torch.equal(out, block_attention.attend(*rounded, tree, 6**-0.5)[0])

@@ -61,7 +61,7 @@ def assert_best(
         return all(size(run) <= budget or len(run) == 1 or may_be_larger(run) for run in cut)
 
     def cost(cut: list[range]) -> tuple[int, int, int]:
-        return sum(-(-size(run) // budget) for run in cut), sum(map(waste, cut)), max(map(size, cut))
+        return len(cut), sum(map(waste, cut)), max(map(size, cut))
 
     assert [i for run in runs for i in run] == list(range(count))
     assert allowed(runs)

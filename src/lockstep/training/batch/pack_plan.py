@@ -28,7 +28,7 @@ def cut_tree(
 
     The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is one whose
     packs repeat the fewest prompt positions of the previous pack. If there are still several, it is the one whose largest pack
-    is smallest. A pack of more than `budget` nodes counts as several packs: as many as its nodes fill.
+    is smallest.
 
     Args:
         paths: the paths of all units, one unit after the other.
@@ -99,7 +99,7 @@ def _best(count: int, budget: int, packs: Callable[[int], _Packs]) -> list[range
         fitting = max(1, int(np.searchsorted(sizes, budget, side="right")), larger)
         ends = slice(start + 1, start + 1 + fitting)
         costs = (
-            number[ends] + -(-sizes[:fitting] // budget),
+            number[ends] + 1,
             waste[ends] + (wastes if isinstance(wastes, int) else wastes[:fitting]),
             np.maximum(largest[ends], sizes[:fitting]),
         )
