@@ -2729,14 +2729,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a norm over a part of its input goes to the kernel",
-        "engines/vllm/norms.py",
+        "engines/vllm/patches/norms.py",
         "return variance_size is None and",
         "return True and",
         "tests/engines/test_vllm_norms.py",
     ),
     Mutation(
         "a norm reads rows that do not follow each other as if they did",
-        "engines/vllm/norms.py",
+        "engines/vllm/patches/norms.py",
         "    x = x.contiguous()\n",
         "",
         "tests/engines/test_vllm_norms.py",

@@ -9,7 +9,7 @@ from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.vllm.norms import CPU_NORMS
+from lockstep.engines.vllm.patches.norms import CPU_NORMS
 
 pytestmark = [
     needs_vllm,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.engines.tensor_specs import dtype_name
-from lockstep.engines.vllm.norms import CPU_NORMS
+from lockstep.engines.vllm.patches.norms import CPU_NORMS
 from lockstep.errors import InputError
 
 # The names under which vLLM finds our weight transfers (`sync/vllm/plugin.py`) and our extension of its workers.

@@ -1,1 +1,1 @@
-"""What Lockstep changes inside vLLM's processes: functions that replace or wrap functions of vLLM."""
+"""What Lockstep changes in vLLM: functions that replace, wrap or join functions of vLLM."""
