@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from lockstep.definitions.quantisation import quantised_linear, quantised_rows
 from lockstep.engines.protocol import Completion, Sampling
 from lockstep.models.adapters import causal_model
+from lockstep.models.autocast import autocast_dtype
 from lockstep.parity.logprobs.canary import canary_gap
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.gap import GapStats, measure_gap
@@ -214,7 +215,7 @@ def _linear(
 
     def forward(inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, rows = inputs.device.type, inputs.to(dtype)
-        own = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
+        own = autocast_dtype(device, inputs.dtype)
         with torch.autocast(device, enabled=False):
             found = quantised_linear(rows, held, bias) if values is None else linear(rows, values, bias)
             return found.to(dtype).to(own)

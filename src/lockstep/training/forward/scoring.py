@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lockstep.algorithms.router_balance import Routing
 from lockstep.errors import InputError, LockstepError
 from lockstep.models.adapters import causal_model
+from lockstep.models.autocast import autocast_dtype
 from lockstep.models.logits import changes_logits, transformed_logits
 from lockstep.models.policy import fp32_head_product
 from lockstep.tokens.arrays import Ids
@@ -283,7 +284,7 @@ def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
 
 def _half(model: PreTrainedModel, device: torch.device) -> torch.dtype | None:
     """The half precision in which a model multiplies, if it does."""
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else model.dtype
+    dtype = autocast_dtype(device.type, model.dtype)
     return dtype if dtype.itemsize < torch.float32.itemsize else None
 
 

@@ -48,6 +48,11 @@ class Block:
     partly: tuple[Run, ...]
     chain: bool
 
+    @property
+    def columns(self) -> tuple[Run, ...]:
+        """The columns that need the block's mask, or its causal one: `partly`, and those of the block itself."""
+        return (*self.partly, (self.start, self.stop))
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:

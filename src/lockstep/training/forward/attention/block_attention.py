@@ -34,6 +34,7 @@ from lockstep.training.forward.attention.attention_plan import (
     window_ends,
 )
 from lockstep.training.forward.attention.capped_attention import capped_attention
+from lockstep.training.forward.attention.columns import add_to_columns, columns_of
 from lockstep.training.forward.attention.half_backward import half_backward
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -153,14 +154,14 @@ def attend(
     out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]).transpose(1, 2)
     total = query.new_empty(out.shape[0], out.shape[2], out.shape[1]).transpose(1, 2)
     for block, mask in zip(blocks, tree.masks, strict=True):
-        rows, columns = slice(block.start, block.stop), (*block.partly, (block.start, block.stop))
-        k, v = _columns(key, columns), _columns(value, columns)
+        rows = slice(block.start, block.stop)
+        k, v = columns_of(key, block.columns), columns_of(value, block.columns)
         out[:, :, rows], total[:, :, rows] = _FORWARD(
             query[:, :, rows], k, v, 0.0, block.chain, attn_mask=mask, scale=scale
         )
     for part in tree.plan.shared:
         rows = slice(part.start, part.stop)
-        k, v = _columns(key, part.columns), _columns(value, part.columns)
+        k, v = columns_of(key, part.columns), columns_of(value, part.columns)
         found, denominator = _FORWARD(query[:, :, rows], k, v, scale=scale)
         torch.logaddexp(total[:, :, rows].clone(), denominator, out=total[:, :, rows])
         # The weight of the other part is its share of the whole denominator.
@@ -200,7 +201,7 @@ class _Merged(torch.autograd.Function):
 
         def add(start: int, stop: int, columns: tuple[Run, ...], chain: bool, mask: torch.Tensor | None) -> None:
             rows = slice(start, stop)
-            k, v = _columns(key, columns), _columns(value, columns)
+            k, v = columns_of(key, columns), columns_of(value, columns)
             of_q, of_k, of_v = _BACKWARD(
                 *(part[:, :, rows] for part in (of_out, query)),
                 k,
@@ -212,11 +213,11 @@ class _Merged(torch.autograd.Function):
                 scale=ctx.scale,
             )
             of_query[:, :, rows] += of_q
-            _add(of_key, columns, of_k)
-            _add(of_value, columns, of_v)
+            add_to_columns(of_key, columns, of_k)
+            add_to_columns(of_value, columns, of_v)
 
         for block, mask in zip(tree.plan.blocks, tree.masks, strict=True):
-            add(block.start, block.stop, (*block.partly, (block.start, block.stop)), block.chain, mask)
+            add(block.start, block.stop, block.columns, block.chain, mask)
         for part in tree.plan.shared:
             add(part.start, part.stop, part.columns, False, None)
         return of_query, of_key, of_value, None, None
@@ -252,18 +253,18 @@ class _Recomputed(torch.autograd.Function):
                 out = _block(parts, block, mask, ctx.scale, ctx.cap)
             of_q, of_k, of_v = torch.autograd.grad(out, parts, of_out[:, :, block.start : block.stop])
             found[0][:, :, block.start : block.stop] = of_q
-            _add(found[1], _all_columns(block), of_k)
-            _add(found[2], _all_columns(block), of_v)
+            add_to_columns(found[1], _all_columns(block), of_k)
+            add_to_columns(found[2], _all_columns(block), of_v)
         return (*found, None, None, None)
 
 
 def _all_columns(block: Block) -> tuple[Run, ...]:
-    return (*block.above, *block.partly, (block.start, block.stop))
+    return (*block.above, *block.columns)
 
 
 def _parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block) -> tuple[torch.Tensor, ...]:
     columns = _all_columns(block)
-    return query[:, :, block.start : block.stop], _columns(key, columns), _columns(value, columns)
+    return query[:, :, block.start : block.stop], columns_of(key, columns), columns_of(value, columns)
 
 
 def _block(
@@ -295,18 +296,5 @@ def _hiding(mask: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def _mask(ends: Ints, block: Block) -> torch.Tensor:
-    columns = positions((*block.partly, (block.start, block.stop)))
+    columns = positions(block.columns)
     return torch.from_numpy(visible(ends, (block.start, block.stop), columns))[None, None]
-
-
-def _columns(part: torch.Tensor, runs: tuple[Run, ...]) -> torch.Tensor:
-    if len(runs) == 1:
-        return part[:, :, runs[0][0] : runs[0][1]]
-    return torch.cat([part[:, :, a:b] for a, b in runs], 2)
-
-
-def _add(total: torch.Tensor, runs: tuple[Run, ...], part: torch.Tensor) -> None:
-    start = 0
-    for a, b in runs:
-        total[:, :, a:b] += part[:, :, start : start + b - a]
-        start += b - a

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from lockstep.training.forward.attention.attention_plan import AttentionPlan, Run
+from lockstep.training.forward.attention.columns import add_to_columns, columns_of
 
 # Columns for a number that the products subtract. Each of them holds 8 bits of it.
 _MORE = 4
@@ -59,33 +60,24 @@ def half_backward(
     k, v, nothing = _with_ones(key), _with_ones(value), query.new_zeros(1, 1, 1)
     of_query, of_k, of_v = (torch.zeros_like(part, dtype=out.dtype) for part in (query, key, value))
     of_q = of_query.view(batch, -1, groups, size, width).transpose(2, 3)
+
+    def unpacked(product: torch.Tensor) -> torch.Tensor:
+        """(B, key heads, rows, width): a product without the columns that were added."""
+        return product.view(*key.shape[:2], -1, width + _MORE)[..., :width]
+
     for (first, last), runs, hidden in _pieces(plan, masks, batch * heads):
         rows = slice(first * groups, last * groups)
-        some_q, some_g, some_k, some_v = q[:, rows], g[:, rows], _columns(k, runs), _columns(v, runs)
+        some_q, some_g, some_k, some_v = q[:, rows], g[:, rows], columns_of(k, runs), columns_of(v, runs)
         shares = torch.baddbmm(nothing, some_q, some_k.transpose(1, 2), beta=0, alpha=scale).exp_()
         if hidden is not None:
             ending = shares.view(len(shares), last - first, groups, -1)[..., -hidden.shape[-1] :]
             ending.masked_fill_(hidden[:, None], 0.0)
-        _add(of_v, runs, torch.bmm(shares.transpose(1, 2), some_g))
+        add_to_columns(of_v, runs, unpacked(torch.bmm(shares.transpose(1, 2), some_g)))
         scores = shares.mul_(torch.bmm(some_g, some_v.transpose(1, 2)))
-        of_some = torch.bmm(scores, some_k).view(batch, -1, last - first, groups, width + _MORE)
-        of_q[:, :, first:last].add_(of_some[..., :width], alpha=scale)
-        _add(of_k, runs, torch.bmm(scores.transpose(1, 2), some_q), scale)
+        of_some = unpacked(torch.bmm(scores, some_k)).unflatten(2, (-1, groups))
+        of_q[:, :, first:last].add_(of_some, alpha=scale)
+        add_to_columns(of_k, runs, unpacked(torch.bmm(scores.transpose(1, 2), some_q)), scale)
     return of_query, of_k, of_v
-
-
-def _columns(part: torch.Tensor, runs: tuple[Run, ...]) -> torch.Tensor:
-    if len(runs) == 1:
-        return part[:, slice(*runs[0])]
-    return torch.cat([part[:, a:b] for a, b in runs], 1)
-
-
-def _add(total: torch.Tensor, runs: tuple[Run, ...], part: torch.Tensor, scale: float = 1.0) -> None:
-    batch, heads, _, width = total.shape
-    part, start = part.view(batch, heads, -1, width + _MORE)[..., :width], 0
-    for a, b in runs:
-        total[:, :, a:b].add_(part[:, :, start : start + b - a], alpha=scale)
-        start += b - a
 
 
 def _with_columns(part: torch.Tensor, less: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
@@ -112,17 +104,17 @@ def _pieces(
     plan: AttentionPlan, masks: tuple[torch.Tensor | None, ...], heads: int
 ) -> Iterator[tuple[Run, tuple[Run, ...], torch.Tensor | None]]:
     """Rows, their columns, and what is hidden of the last columns: (rows, columns) bool."""
+    later = torch.ones(_CHAIN, _CHAIN, dtype=torch.bool).triu_(1)
     for block, mask in zip(plan.blocks, masks, strict=True):
         if mask is not None:
-            yield (block.start, block.stop), (*block.partly, (block.start, block.stop)), mask[0, 0] != 0
+            yield (block.start, block.stop), block.columns, mask[0, 0] != 0
             continue
         for first in range(block.start, block.stop, _CHAIN):
             last = min(first + _CHAIN, block.stop)
-            hidden = torch.ones(last - first, last - first, dtype=torch.bool).triu_(1)
             done = max(block.start, last - _COLUMNS)
             for start in range(block.start, done, _COLUMNS):
                 yield (first, last), ((start, min(start + _COLUMNS, done)),), None
-            yield (first, last), ((done, last),), hidden
+            yield (first, last), ((done, last),), later[: last - first, : last - first]
     for part in plan.shared:
         for runs in _parts(part.columns):
             width = sum(b - a for a, b in runs)

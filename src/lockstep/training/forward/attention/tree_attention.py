@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import AttentionInterface
 
 from lockstep.errors import InputError
+from lockstep.models.autocast import autocast_dtype
 from lockstep.training.forward.attention.block_attention import TreeAttention
 from lockstep.training.forward.attention.capped_attention import capped_attention
 
@@ -125,7 +126,7 @@ def _attend(
     cap: float | None,
 ) -> torch.Tensor:
     if query.device.type == "cpu":
-        # On a CPU the half-precision backward takes twice as long as the float32 backward.
+        # PyTorch's kernels for a CPU are not faster in half precision. `half_backward.py` rounds again where that pays.
         (query, key, value), dtype = (_wide(part) for part in (query, key, value)), value.dtype
     else:
         query, key, value = in_one_dtype(query, key, value)
@@ -141,7 +142,7 @@ def in_one_dtype(*parts: torch.Tensor) -> list[torch.Tensor]:
     them.
     """
     kind = parts[0].device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parts[-1].dtype
+    dtype = autocast_dtype(kind, parts[-1].dtype)
     return [part.to(dtype) for part in parts]
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ProofError
+from lockstep.models.autocast import autocast_dtype
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.training.forward.draw_sums import DrawSums
@@ -138,7 +139,7 @@ def _product_dtype(head: torch.nn.Module, fp32_head: bool) -> torch.dtype:
     device = weight.device.type
     if fp32_head:
         return torch.float32
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return autocast_dtype(device, weight.dtype)
 
 
 def _of_whole_logits(product: Head, hidden: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
