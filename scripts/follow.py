@@ -61,6 +61,20 @@ def noting(carries: Callable[[Any], bool], files: list[str]) -> Iterator[None]:
         threading.setprofile(None)
 
 
+def unnoted(function: Callable[..., None]) -> Callable[..., None]:
+    """A function during which `noting` records nothing."""
+
+    def call(*given: Any, **named: Any) -> None:
+        note = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            function(*given, **named)
+        finally:
+            sys.setprofile(note)
+
+    return call
+
+
 def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
     """The files that a prompt passes through, and the files that a parameter passes through."""
     import datasets
@@ -123,7 +137,8 @@ def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
         trainer.source.push = lambda version: None  # type: ignore[method-assign]
         # This proof makes short sequences of its own, which lead nowhere.
         trainer.loop.model_gradient.check = lambda *_: {}  # type: ignore[method-assign]
-        # The way ends at the loss. What follows adds up figures of the generation and proves them.
+        # The way ends at the loss. What follows is its backward, sums of the generation's figures, and proofs of them.
+        trainer.accelerator.backward = unnoted(trainer.accelerator.backward)
         trainer.loop._finish_step = lambda *_: None  # type: ignore[method-assign]
         with noting(is_parameter, parameters):
             push(0)
