@@ -1002,9 +1002,23 @@ MUTATIONS = [
     Mutation(
         "the gradient under autocast is not compared",
         "training/step/model_gradient.py",
-        "check_computed_gradient(exact, named, gradient_limit(autocast))",
+        "check_computed_gradient(distances, limit)",
         "pass",
         f"{BACKWARD}::test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared",
+    ),
+    Mutation(
+        "one drawn sum is enough for an error",
+        "training/step/model_gradient.py",
+        "if limit < distances[0] < math.inf:",
+        "if False:",
+        f"{BACKWARD}::test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared",
+    ),
+    Mutation(
+        "an overflow is drawn again",
+        "training/step/model_gradient.py",
+        "if limit < distances[0] < math.inf:",
+        "if not distances[0] <= limit:",
+        f"{BACKWARD}::test_a_gradient_that_is_not_finite_under_autocast_is_not_drawn_again",
     ),
     Mutation(
         "a gradient of an earlier step is cleared",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,25 +117,49 @@ def test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared(
     policy = Policy(policy.model, lambda: torch.autocast("cpu", torch.bfloat16), policy.backward, rules=policy.rules)
     assert (checked(policy, tmp_path, bf16=True) or 1.0) < 1e-4
 
-    def lost(gradient: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(gradient) if rounded else gradient
+    for times in (5, 3):
+        with pytest.raises(ProofError, match="with autocast the gradient"):
+            _checked_with_wrong_autocast(policy, tmp_path, times, torch.zeros_like)
+    assert _checked_with_wrong_autocast(policy, tmp_path, 2, torch.zeros_like) == 5
 
+
+def test_a_gradient_that_is_not_finite_under_autocast_is_not_drawn_again(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    policy = policy_of(model)
+    policy = Policy(policy.model, lambda: torch.autocast("cpu", torch.bfloat16), policy.backward, rules=policy.rules)
+
+    def overflow(gradient: torch.Tensor) -> torch.Tensor:
+        found = gradient.clone()
+        found.view(-1)[0] = math.inf
+        return found
+
+    with pytest.raises(ProofError, match="is inf of its size away"):
+        _checked_with_wrong_autocast(policy, tmp_path, 1, overflow)
+
+
+def _checked_with_wrong_autocast(
+    policy: Policy, folder: Path, times: int, wrong: Callable[[torch.Tensor], torch.Tensor]
+) -> int:
+    """The number of drawn sums of a check in which the first `times` gradients with autocast are wrong."""
     calls: list[bool] = []
     real = Policy.score
 
     def score(self: Policy, *args: Any, **kwargs: Any) -> Any:
-        nonlocal rounded
-        rounded = self.autocast is policy.autocast
-        calls.append(rounded)
+        calls.append(self.autocast is policy.autocast)
         return real(self, *args, **kwargs)
 
-    rounded = False
-    handles = [p.register_hook(lost) for p in model.parameters()]
-    with patch.object(Policy, "score", score), pytest.raises(ProofError, match="with autocast the gradient"):
-        checked(policy, tmp_path, bf16=True)
-    assert calls == [False, True]
-    for handle in handles:
-        handle.remove()
+    def spoiled(gradient: torch.Tensor) -> torch.Tensor:
+        return wrong(gradient) if calls[-1] and sum(calls) <= times else gradient
+
+    handles = [p.register_hook(spoiled) for p in policy.model.parameters()]
+    try:
+        with patch.object(Policy, "score", score):
+            checked(policy, folder, bf16=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sum(calls)
 
 
 def _layer_zeroed(model: PreTrainedModel) -> list[Handle]:

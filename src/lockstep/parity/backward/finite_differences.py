@@ -22,9 +22,9 @@ from lockstep.parity.backward.in_float64 import Float64, Move
 from lockstep.parity.backward.plain_scores import plain_scores
 from lockstep.parity.logprobs.distributions import Distribution
 
-# Directions of one check.
 # The gradient of a policy that is certain of every token is too small for float32.
 _VANISHES = 1e-20
+# Directions of one check.
 _DIRECTIONS = 2
 # By how much a move changes the sum of scores, whose size is about 1.
 _CHANGE = 1e-4
@@ -87,6 +87,13 @@ class Directions:
         """The gradient that a tensor holds now, along a direction."""
         gradient = self.named[name].grad
         return 0.0 if gradient is None or not gradient.numel() else _along(gradient, self._move(name, number))
+
+    def distance(self) -> float:
+        """How far the gradients that the tensors hold now are from the first ones, along the directions, in sizes of those."""
+        pairs = [(self.along_now(k, name), a) for k, along in enumerate(self.along) for name, a in along.items()]
+        apart = math.sqrt(sum((now - before) ** 2 for now, before in pairs))
+        size = math.sqrt(sum(before**2 for _, before in pairs))
+        return apart / max(size, _VANISHES)
 
     def _move(self, name: str, number: int) -> Move:
         tensor = self.named[name]
@@ -173,21 +180,24 @@ def check_model_gradient(
     )
 
 
-def check_computed_gradient(exact: Directions, named: Mapping[str, torch.nn.Parameter], limit: float) -> None:
-    """Compare the gradients that the tensors hold now with those of the same sum in a wider dtype.
+def check_computed_gradient(distances: Sequence[float], limit: float) -> None:
+    """Check that gradients in half precision are near those without autocast.
+
+    In half precision, attention that is almost hard may round to another token. Then one drawn sum has another gradient, without a
+    fault. A fault of the backward is there in most sums. So the median over several drawn sums is judged.
+
+    Args:
+        distances: one per drawn sum, in sizes of the gradient (`Directions.distance`).
 
     Raises:
-        ProofError: they are further apart than the limit.
+        ProofError: their median is over the limit.
     """
-    size = math.sqrt(sum(a**2 for along in exact.along for a in along.values()))
-    apart = math.sqrt(
-        sum((exact.along_now(k, name) - a) ** 2 for k, along in enumerate(exact.along) for name, a in along.items())
-    )
-    if not apart <= limit * size + _VANISHES:
+    median = float(np.median(distances))
+    if not median <= limit:
         raise ProofError(
             "model_gradient",
-            f"with autocast the gradient of a drawn sum of log-probs is {apart / max(size, 1e-300):.2g} of its size away from the "
-            f"gradient without autocast (at most {limit:g})",
+            f"with autocast the gradient of a drawn sum of log-probs is {median:.2g} of its size away from the gradient without "
+            f"autocast (the median of {len(distances)}; at most {limit:g})",
             "the backward in half precision loses gradients: a cached copy of weights, an overflow, or a kernel",
             "train with bf16: false, and report it with the model's name",
         )
