@@ -993,6 +993,20 @@ MUTATIONS = [
         f"{CUTS}[grpo-dapo-together]",
     ),
     Mutation(
+        "the means of few tokens in half precision are judged alone",
+        "training/generate/proofs/proofs.py",
+        "pools = self._config.max_staleness or limit.is_coarse",
+        "pools = self._config.max_staleness",
+        "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
+    ),
+    Mutation(
+        "the means of few tokens in fp32 wait for more",
+        "training/generate/proofs/proofs.py",
+        "pools = self._config.max_staleness or limit.is_coarse",
+        "pools = True",
+        "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
+    ),
+    Mutation(
         "a wrong gradient that passes for a coarse forward",
         "parity/backward/finite_differences.py",
         "<= 0.25 * first.apart:",

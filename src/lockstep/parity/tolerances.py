@@ -38,6 +38,11 @@ class Tolerance:
     widest: float = 0.0
     seen: float = 0.0
 
+    @property
+    def is_coarse(self) -> bool:
+        """Whether a side computes in less than fp32. Then the mean over a few tokens says little."""
+        return self.mean > _SINGLE.mean
+
     def largest(self, tokens: int) -> float:
         """Limit on the largest |g| of `tokens` tokens, in nats.
 

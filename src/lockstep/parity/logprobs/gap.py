@@ -155,7 +155,11 @@ def over_limits(stats: GapStats, limit: Tolerance) -> list[str]:
 
 
 class PooledGap:
-    """Pools the gaps of steps with few tokens. The largest gap is checked at once; the means are checked after enough tokens."""
+    """Pools the gaps of steps with few tokens. The largest gap is checked at once; the means are checked after enough tokens.
+
+    In half precision the few tokens that a step learns from may be uncertain ones. The same token after the same text may be in
+    several completions. Then all of them have one and the same rounding.
+    """
 
     # From this number of tokens on, the mean and k3 of bf16 rounding are as steady as those of a whole step.
     enough = 256

@@ -310,7 +310,8 @@ class Proofs:
             if gap.tokens:
                 self._measure_quantisation(completions, version)
             limit = self._tail.limit
-            self._check_limits(self._pool.add(gap, limit) if self._config.max_staleness else gap, completions, version)
+            pools = self._config.max_staleness or limit.is_coarse
+            self._check_limits(self._pool.add(gap, limit) if pools else gap, completions, version)
             self.kept_sets = kept_sets
             kept_sets.check_mean(self.distribution.sampling, self._tail.limit)
 
