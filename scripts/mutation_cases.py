@@ -993,6 +993,20 @@ MUTATIONS = [
         f"{CUTS}[grpo-dapo-together]",
     ),
     Mutation(
+        "rounding is not named as a cause",
+        "parity/logprobs/decomposition.py",
+        "rounded = limit.is_coarse and",
+        "rounded = False and",
+        "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
+    ),
+    Mutation(
+        "rounding is named where a token is over its limit",
+        "parity/logprobs/decomposition.py",
+        "rounded = limit.is_coarse and packed.max_abs <= limit.largest(packed.tokens)",
+        "rounded = limit.is_coarse",
+        "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
+    ),
+    Mutation(
         "the means of few tokens in half precision are judged alone",
         "training/generate/proofs/proofs.py",
         "pools = self._config.max_staleness or limit.is_coarse",

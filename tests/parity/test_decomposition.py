@@ -15,7 +15,7 @@ from lockstep.engines.protocol import Completion
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.decomposition import Decomposition, decompose, split_gap
 from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.gap import PooledGap, measure_gap
+from lockstep.parity.logprobs.gap import GapStats, PooledGap, measure_gap
 from lockstep.parity.logprobs.gap_tail import GapTail
 from lockstep.parity.sampling.kept_sets import KeptSetStats
 from lockstep.parity.step.learned import SampledTokens
@@ -216,6 +216,29 @@ def test_a_fault_of_the_packed_forward_is_not_blamed_on_the_engine(stage: Stage)
     assert failed.value.check == "gap"
     assert "the trainer's own packed forward" in failed.value.cause
     assert "caches" not in failed.value.cause
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "may_be_rounding"),
+    [(torch.float32, 4e-4, False), (torch.bfloat16, 0.45, True), (torch.bfloat16, 9.0, False)],
+)
+def test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward(
+    stage: Stage, dtype: torch.dtype, size: float, may_be_rounding: bool
+) -> None:
+    completions = stage.sample(stage.sampling())[:3]
+    found = decompose(
+        stage.model,
+        stage.engine,
+        completions,
+        Distribution(stage.sampling()),
+        stage.precision,
+        stage.trainer.proofs.probe,
+        stage.version,
+        tolerance(dtype, dtype),
+        packed=GapStats(24, sum_abs=8 * size, max_abs=size, worst=str(completions[0].key)),
+    )
+    assert "the trainer's own packed forward" in found.cause
+    assert ("or rounding" in found.cause) is ("bf16=false" in found.fix) is may_be_rounding
 
 
 def test_a_fault_of_the_engine_is_not_blamed_on_the_packed_forward(stage: Stage) -> None:

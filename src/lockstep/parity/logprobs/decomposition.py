@@ -33,6 +33,12 @@ _PACKED = (
     "another attn_implementation may work until then",
 )
 
+# What is added where each token alone is within the limit of half precision.
+_ROUNDED = (
+    "; or rounding: no single token is over its limit, and the plain forward may round as the engine did by chance",
+    "; set bf16=false to see whether it is rounding: the gap is then gone",
+)
+
 # What is added to the cause and the fix where the routers of a mixture of experts may be the cause too.
 _ROUTED = (
     "; or routing: rounding to half precision alone sends {:.1%} of these tokens, counted per layer, to other experts in the "
@@ -152,7 +158,8 @@ def decompose(
     own = scores(precision)
     if packed is not None and _only_packed(packed, completions, behaviour - own, fresh):
         parts = split_gap(mean_gap(own, fresh), 0.0 if stale_by_design else mean_gap(own, ~fresh), limit)
-        return Decomposition(parts, (), *_PACKED)
+        rounded = limit.is_coarse and packed.max_abs <= limit.largest(packed.tokens)
+        return Decomposition(parts, (), *(said + more * rounded for said, more in zip(_PACKED, _ROUNDED, strict=True)))
     others = {name: mean_gap(other_scores(other), fresh) for name, other in distribution.others().items()}
     likeliest = min(others, key=lambda name: others[name], default="")
     raw = others.get(likeliest)
