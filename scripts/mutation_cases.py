@@ -995,15 +995,15 @@ MUTATIONS = [
     Mutation(
         "rounding is not named as a cause",
         "parity/logprobs/decomposition.py",
-        "rounded = limit.is_coarse and",
-        "rounded = False and",
+        "if limit.is_coarse and packed.max_abs",
+        "if False and packed.max_abs",
         "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
     ),
     Mutation(
         "rounding is named where a token is over its limit",
         "parity/logprobs/decomposition.py",
-        "rounded = limit.is_coarse and packed.max_abs <= limit.largest(packed.tokens)",
-        "rounded = limit.is_coarse",
+        "if limit.is_coarse and packed.max_abs <= limit.largest(packed.tokens):",
+        "if limit.is_coarse:",
         "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
     ),
     Mutation(
@@ -1037,15 +1037,15 @@ MUTATIONS = [
     Mutation(
         "one drawn sum is enough for an error",
         "training/step/model_gradient.py",
-        "if limit < distances[0] < math.inf:",
-        "if False:",
+        "if limit < distances[0] < math.inf else ():",
+        "if False else ():",
         f"{BACKWARD}::test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared",
     ),
     Mutation(
         "an overflow is drawn again",
         "training/step/model_gradient.py",
-        "if limit < distances[0] < math.inf:",
-        "if not distances[0] <= limit:",
+        "if limit < distances[0] < math.inf else ():",
+        "if not distances[0] <= limit else ():",
         f"{BACKWARD}::test_a_gradient_that_is_not_finite_under_autocast_is_not_drawn_again",
     ),
     Mutation(

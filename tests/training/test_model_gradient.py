@@ -31,10 +31,15 @@ Handle = torch.utils.hooks.RemovableHandle
 PLAIN = Sampling(6, temperature=0.8)
 
 
-def policy_of(model: PreTrainedModel, sampling: Sampling = PLAIN, **more: Any) -> Policy:
+def policy_of(
+    model: PreTrainedModel,
+    sampling: Sampling = PLAIN,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    **more: Any,
+) -> Policy:
     if not more.get("plain_rows"):
         adopt_tree_attention(model)
-    return Policy(model.train(), contextlib.nullcontext, lambda loss: loss.backward(), rules=rules_of(sampling), **more)
+    return Policy(model.train(), autocast, lambda loss: loss.backward(), rules=rules_of(sampling), **more)
 
 
 def checked(
@@ -113,21 +118,20 @@ def test_experts_and_plain_rows_are_differentiated_too(tmp_path: Path) -> None:
 def test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    policy = policy_of(model)
-    policy = Policy(policy.model, lambda: torch.autocast("cpu", torch.bfloat16), policy.backward, rules=policy.rules)
+    policy = policy_of(model, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
     assert (checked(policy, tmp_path, bf16=True) or 1.0) < 1e-4
 
     for times in (5, 3):
         with pytest.raises(ProofError, match="with autocast the gradient"):
             _checked_with_wrong_autocast(policy, tmp_path, times, torch.zeros_like)
-    assert _checked_with_wrong_autocast(policy, tmp_path, 2, torch.zeros_like) == 5
+    # Each sum is computed once without autocast, and once with it.
+    assert _checked_with_wrong_autocast(policy, tmp_path, 2, torch.zeros_like) == [False, True] * 5
 
 
 def test_a_gradient_that_is_not_finite_under_autocast_is_not_drawn_again(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    policy = policy_of(model)
-    policy = Policy(policy.model, lambda: torch.autocast("cpu", torch.bfloat16), policy.backward, rules=policy.rules)
+    policy = policy_of(model, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
 
     def overflow(gradient: torch.Tensor) -> torch.Tensor:
         found = gradient.clone()
@@ -138,10 +142,20 @@ def test_a_gradient_that_is_not_finite_under_autocast_is_not_drawn_again(
         _checked_with_wrong_autocast(policy, tmp_path, 1, overflow)
 
 
+def test_a_gradient_that_vanishes_in_float32_is_no_distance_and_a_real_one_is() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.zeros(1)
+    exact = differences.Directions({"weight": weight}, (0,))
+    weight.grad = torch.full((1,), 0.6e-20)
+    assert exact.distance() == 0.0
+    weight.grad = torch.ones(1)
+    assert exact.distance() > 1e10
+
+
 def _checked_with_wrong_autocast(
     policy: Policy, folder: Path, times: int, wrong: Callable[[torch.Tensor], torch.Tensor]
-) -> int:
-    """The number of drawn sums of a check in which the first `times` gradients with autocast are wrong."""
+) -> list[bool]:
+    """The passes of a check in which the first `times` gradients with autocast are wrong: whether each had autocast."""
     calls: list[bool] = []
     real = Policy.score
 
@@ -159,7 +173,7 @@ def _checked_with_wrong_autocast(
     finally:
         for handle in handles:
             handle.remove()
-    return sum(calls)
+    return calls
 
 
 def _layer_zeroed(model: PreTrainedModel) -> list[Handle]:

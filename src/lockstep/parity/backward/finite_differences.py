@@ -93,7 +93,8 @@ class Directions:
         pairs = [(self.along_now(k, name), a) for k, along in enumerate(self.along) for name, a in along.items()]
         apart = math.sqrt(sum((now - before) ** 2 for now, before in pairs))
         size = math.sqrt(sum(before**2 for _, before in pairs))
-        return apart / max(size, _VANISHES)
+        # A distance that vanishes in float32 is none, also beside a gradient that vanishes.
+        return max(apart - _VANISHES, 0.0) / max(size, 1e-300)
 
     def _move(self, name: str, number: int) -> Move:
         tensor = self.named[name]

@@ -158,8 +158,10 @@ def decompose(
     own = scores(precision)
     if packed is not None and _only_packed(packed, completions, behaviour - own, fresh):
         parts = split_gap(mean_gap(own, fresh), 0.0 if stale_by_design else mean_gap(own, ~fresh), limit)
-        rounded = limit.is_coarse and packed.max_abs <= limit.largest(packed.tokens)
-        return Decomposition(parts, (), *(said + more * rounded for said, more in zip(_PACKED, _ROUNDED, strict=True)))
+        cause, fix = _PACKED
+        if limit.is_coarse and packed.max_abs <= limit.largest(packed.tokens):
+            cause, fix = cause + _ROUNDED[0], fix + _ROUNDED[1]
+        return Decomposition(parts, (), cause, fix)
     others = {name: mean_gap(other_scores(other), fresh) for name, other in distribution.others().items()}
     likeliest = min(others, key=lambda name: others[name], default="")
     raw = others.get(likeliest)

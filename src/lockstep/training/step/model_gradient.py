@@ -119,15 +119,20 @@ class ModelGradient:
             with self._gradients(policy, chosen, factors, named):
                 return self._proven(drawn, named, seed, gradient_limit(precision.dtype_of(policy.model)))
         # Without autocast the limit is narrow. Then the gradient with autocast is compared with the gradient without it.
-        with self._gradients(replace(policy, autocast=nullcontext), chosen, factors, named):
+        exactly = replace(policy, autocast=nullcontext)
+        with self._gradients(exactly, chosen, factors, named):
             error = self._proven(drawn, named, seed, gradient_limit(torch.float32))
+            exact = Directions(named, seed)
         if any(".experts." in name for name in named):
             # Rounding may send a token to another expert, which then gets its gradient.
             return error
-        limit, distances = gradient_limit(autocast), [self._distance(policy, sequences, named, seed)]
-        if limit < distances[0] < math.inf:
-            again = range(1, _DRAWS)
-            distances += [self._distance(policy, sequences, named, (*seed, number)) for number in again]
+        limit, distances = gradient_limit(autocast), [self._distance(policy, chosen, factors, exact)]
+        for number in range(1, _DRAWS) if limit < distances[0] < math.inf else ():
+            again = (*seed, number)
+            chosen, factors = self._draw(policy, sequences, again)
+            with self._gradients(exactly, chosen, factors, named):
+                exact = Directions(named, again)
+            distances.append(self._distance(policy, chosen, factors, exact))
         check_computed_gradient(distances, limit)
         return error
 
@@ -143,17 +148,10 @@ class ModelGradient:
         return chosen, torch.from_numpy(signs * np.array(used)[:, None] / np.sqrt(size * sum(used)))
 
     def _distance(
-        self,
-        policy: Policy,
-        sequences: Sequence[TrainingSequence],
-        named: Mapping[str, torch.nn.Parameter],
-        seed: tuple[int, ...],
+        self, policy: Policy, chosen: Sequence[TrainingSequence], factors: torch.Tensor, exact: Directions
     ) -> float:
-        """How far the gradient of a drawn sum with autocast is from the gradient without it, in sizes of the latter."""
-        chosen, factors = self._draw(policy, sequences, seed)
-        with self._gradients(replace(policy, autocast=nullcontext), chosen, factors, named):
-            exact = Directions(named, seed)
-        with self._gradients(policy, chosen, factors, named):
+        """How far the gradient of a drawn sum is from the exact one, in sizes of the exact one."""
+        with self._gradients(policy, chosen, factors, exact.named):
             return exact.distance()
 
     def _proven(
