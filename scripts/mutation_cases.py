@@ -1757,7 +1757,7 @@ MUTATIONS = [
     Mutation(
         "the backward in bf16 lets a row of a chain see the rows after it",
         "training/forward/attention/half_backward.py",
-        "ending.masked_fill_(hidden[:, None], 0.0)",
+        "shares[:, -hidden.shape[-1] :].masked_fill_(hidden.T.repeat_interleave(groups, 1), 0.0)",
         "pass",
         "tests/training/test_half_backward.py::test_without_rounding_the_gradients_are_those_of_the_dense_mask",
     ),

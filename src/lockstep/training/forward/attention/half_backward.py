@@ -61,22 +61,22 @@ def half_backward(
     of_query, of_k, of_v = (torch.zeros_like(part, dtype=out.dtype) for part in (query, key, value))
     of_q = of_query.view(batch, -1, groups, size, width).transpose(2, 3)
 
-    def unpacked(product: torch.Tensor) -> torch.Tensor:
-        """(B, key heads, rows, width): a product without the columns that were added."""
-        return product.view(*key.shape[:2], -1, width + _MORE)[..., :width]
+    def parted(product: torch.Tensor) -> torch.Tensor:
+        """(B, key heads, rows, width): a product over all heads."""
+        return product.view(*key.shape[:2], -1, width)
 
     for (first, last), runs, hidden in _pieces(plan, masks, batch * heads):
         rows = slice(first * groups, last * groups)
         some_q, some_g, some_k, some_v = q[:, rows], g[:, rows], columns_of(k, runs), columns_of(v, runs)
-        shares = torch.baddbmm(nothing, some_q, some_k.transpose(1, 2), beta=0, alpha=scale).exp_()
+        # A row of scores per key, because then only one of the three products below has to transpose them.
+        shares = torch.baddbmm(nothing, some_k, some_q.transpose(1, 2), beta=0, alpha=scale).exp_()
         if hidden is not None:
-            ending = shares.view(len(shares), last - first, groups, -1)[..., -hidden.shape[-1] :]
-            ending.masked_fill_(hidden[:, None], 0.0)
-        add_to_columns(of_v, runs, unpacked(torch.bmm(shares.transpose(1, 2), some_g)))
-        scores = shares.mul_(torch.bmm(some_g, some_v.transpose(1, 2)))
-        of_some = unpacked(torch.bmm(scores, some_k)).unflatten(2, (-1, groups))
+            shares[:, -hidden.shape[-1] :].masked_fill_(hidden.T.repeat_interleave(groups, 1), 0.0)
+        add_to_columns(of_v, runs, parted(torch.bmm(shares, some_g[..., :width])))
+        scores = shares.mul_(torch.bmm(some_v, some_g.transpose(1, 2)))
+        of_some = parted(torch.bmm(scores.transpose(1, 2), some_k[..., :width])).unflatten(2, (-1, groups))
         of_q[:, :, first:last].add_(of_some, alpha=scale)
-        add_to_columns(of_k, runs, unpacked(torch.bmm(scores.transpose(1, 2), some_q)), scale)
+        add_to_columns(of_k, runs, parted(torch.bmm(scores, some_q[..., :width])), scale)
     return of_query, of_k, of_v
 
 
