@@ -1021,6 +1021,27 @@ MUTATIONS = [
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
+        "the means of an evaluation's few tokens in half precision are judged alone",
+        "training/generate/proofs/proofs.py",
+        "judged = self._evaluated_pool.add(gap, limit) if limit.is_coarse else gap",
+        "judged = gap",
+        "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
+    ),
+    Mutation(
+        "the gap of an evaluation is not judged",
+        "training/generate/proofs/proofs.py",
+        "self._check_limits(judged, completions, version)",
+        "pass",
+        "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
+    ),
+    Mutation(
+        "the gap of a generation is not judged",
+        "training/generate/proofs/proofs.py",
+        "self._check_limits(self._pool.add(gap, limit) if pools else gap, completions, version)",
+        "pass",
+        "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
+    ),
+    Mutation(
         "a wrong gradient that passes for a coarse forward",
         "parity/backward/finite_differences.py",
         "<= 0.25 * first.apart:",

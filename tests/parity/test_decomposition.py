@@ -17,6 +17,7 @@ from lockstep.parity.logprobs.decomposition import Decomposition, decompose, spl
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.gap import GapStats, PooledGap, measure_gap
 from lockstep.parity.logprobs.gap_tail import GapTail
+from lockstep.parity.sampling.draws import DrawStats
 from lockstep.parity.sampling.kept_sets import KeptSetStats
 from lockstep.parity.step.learned import SampledTokens
 from lockstep.parity.tolerances import tolerance
@@ -109,26 +110,31 @@ def test_what_was_put_into_a_completion_has_no_part_in_an_explanation(stage: Sta
     assert "asked again it agrees" in found.cause
 
 
+@pytest.mark.parametrize("judge", ["generation", "evaluation"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps(
-    stage: Stage, dtype: torch.dtype
+    stage: Stage, dtype: torch.dtype, judge: str
 ) -> None:
     # Eight completions of one prompt, as a run of the recipe in bf16 had them. Logits over 32 are rounded to quarters.
     logps = torch.tensor([[-0.13, -0.56, 0.0]] * 4 + [[-0.13, -1.06, 0.0]] * 2 + [[-2.13, 0.0, 0.0]] * 2).flatten()
     policy = torch.tensor([[-0.08, -0.96, 0.0]] * 4 + [[-0.08, -0.71, 0.0]] * 2 + [[-2.58, 0.0, 0.0]] * 2).flatten()
     size = 0.45 if dtype == torch.bfloat16 else 4e-4
     gap = measure_gap(logps * size / 0.45, policy * size / 0.45, [f"a#{i}" for i in range(8)], [3] * 8)
-    completions = stage.sample(stage.sampling())
+    longest = max(stage.sample(stage.sampling()), key=lambda c: len(c.token_ids))
+    sampled = [replace(longest, token_ids=longest.token_ids[:3], logprobs=longest.logprobs[:3])] * 8
     proofs = stage.trainer.proofs
     with (
         patch.object(proofs, "_tail", GapTail(tolerance(dtype, dtype))),
-        patch.object(proofs, "_pool", PooledGap()),
+        patch.multiple(proofs, _pool=PooledGap(), _evaluated_pool=PooledGap(), _bets=False),
         # It would set the limits of this engine's dtype.
         patch.object(proofs, "_measure_quantisation", lambda *_, **__: None),
     ):
 
         def check() -> None:
-            proofs.check_gap(gap, KeptSetStats(), 24, completions, stage.version)
+            if judge == "generation":
+                proofs.check_gap(gap, KeptSetStats(), gap.tokens, sampled, stage.version)
+            else:
+                proofs.check_evaluation(gap, DrawStats(), KeptSetStats(), sampled, stage.version)
 
         if dtype == torch.bfloat16:
             for _ in range(10):

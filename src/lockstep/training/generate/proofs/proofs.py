@@ -87,7 +87,8 @@ class Proofs:
         self.precision = config.precision
         self._pusher = self._pusher_to(engine)
         self._receipt: Receipt | None = None
-        self._pool = PooledGap()
+        # The gaps of generations, and those of evaluations.
+        self._pool, self._evaluated_pool = PooledGap(), PooledGap()
         self._tail = GapTail(self.limit)
         rules = IdRules.of_run(sampling, model, tokenizer)
         self.distribution = rules.distribution
@@ -333,8 +334,10 @@ class Proofs:
         """
         with self._clock.phase("verify"):
             check_count(gap, sum(len(c.sampled_places) for c in completions), version)
-            self._check_limits(gap, completions, version)
-            kept_sets.check_mean(self.distribution.sampling, self._tail.limit)
+            limit = self._tail.limit
+            judged = self._evaluated_pool.add(gap, limit) if limit.is_coarse else gap
+            self._check_limits(judged, completions, version)
+            kept_sets.check_mean(self.distribution.sampling, limit)
             if self._bets:
                 self._evaluated.add(draws)
                 self._evaluated.check(version, draws)
