@@ -29,39 +29,39 @@ verify: env
 
 # Verifies a tiny random model of each of some forty families on vLLM (docs/internals/models-and-tokens.md).
 families: dev
-	@$(BIN)/python benchmarks/vllm_families.py $(ARGS)
+	@$(BIN)/python -m benchmarks.proofs.vllm_families $(ARGS)
 
 # Compares a whole step, and its learning half, with TRL on the same work. Measures scaling and lower bounds (docs/internals/speed.md).
 bench: dev
-	@$(BIN)/python benchmarks/against_trl/run.py $(ARGS)
+	@$(BIN)/python -m benchmarks.against_trl.run $(ARGS)
 
 # Measures the seconds from enter to the first sampled token, and where they go (docs/internals/speed.md).
 start-up: dev
-	@$(BIN)/python benchmarks/start_up.py $(ARGS)
+	@$(BIN)/python -m benchmarks.host.start_up $(ARGS)
 
 # Measures the steps of a trainer that has waited, beside its other steps (docs/internals/speed.md).
 waiting: dev
-	@$(BIN)/python benchmarks/waiting.py $(ARGS)
+	@$(BIN)/python -m benchmarks.host.waiting $(ARGS)
 
 # Measures the cost of a step without the model and the engine, per sampled token (docs/internals/speed.md).
 host-cost: dev
-	@$(BIN)/python benchmarks/host_cost.py $(ARGS)
+	@$(BIN)/python -m benchmarks.host.cost $(ARGS)
 
 # Measures on a borrowed GPU machine without network (docs/internals/speed.md): needs no environment, only a Python with PyTorch.
 # gpu-day-wheels collects the packages that this Python lacks, on a machine with a registry.
 gpu-day:
-	@$(PYTHON) benchmarks/gpu_day.py $(ARGS)
+	@$(PYTHON) -m benchmarks.gpu_day.run $(ARGS)
 
 gpu-day-wheels: dev
-	@$(BIN)/python benchmarks/gpu_day.py --collect-wheels
+	@$(BIN)/python -m benchmarks.gpu_day.run --collect-wheels
 
 # Measures tokens per second of vLLM in this process, for the settings that a run can choose.
 sampling: dev
-	@$(BIN)/python benchmarks/sampling.py $(ARGS)
+	@$(BIN)/python -m benchmarks.sampling.settings $(ARGS)
 
 # Measures rollouts with tools against their floors, and a training step with tools beside TRL's (docs/internals/conversations.md).
 tools: dev
-	@$(BIN)/python benchmarks/tools.py $(ARGS)
+	@$(BIN)/python -m benchmarks.sampling.tools $(ARGS)
 
 # Runs TRL's public tests with TRL's trainers and with ours, and prints both columns (ARGS=PATH_TO_TRL_CHECKOUT).
 trl-tests: dev
@@ -69,49 +69,49 @@ trl-tests: dev
 
 # Measures what it costs to record the ids that a filter keeps.
 filters: dev
-	@$(BIN)/python benchmarks/filters.py $(ARGS)
+	@$(BIN)/python -m benchmarks.sampling.filters $(ARGS)
 
 # Learns with top-p (ARGS=--regex: with a regular expression), scored as sampled and against the whole vocabulary.
 filter-curve: dev
-	@$(BIN)/python benchmarks/filter_curve.py $(ARGS)
+	@$(BIN)/python -m benchmarks.learning.filter_curve $(ARGS)
 
 # Measures memory and time of forward and backward over packs of up to 32,768 tokens.
 long-context: dev
-	@$(BIN)/python benchmarks/long_context.py $(ARGS)
+	@$(BIN)/python -m benchmarks.learning.long_context $(ARGS)
 
 # Measures the output head's forward and backward over the ids that a sampling filter kept, against the whole vocabulary.
 filtered-head: dev
-	@$(BIN)/python benchmarks/filtered_head.py $(ARGS)
+	@$(BIN)/python -m benchmarks.learning.filtered_head $(ARGS)
 
 # Measures the cost of the proofs on the recipe (proof-overhead), and how often they stop a correct run (false-alarms).
 proof-overhead: dev
-	@$(BIN)/python benchmarks/proof_overhead.py $(ARGS)
+	@$(BIN)/python -m benchmarks.proofs.overhead $(ARGS)
 
 false-alarms: dev
-	@$(BIN)/python benchmarks/false_alarms.py $(ARGS)
+	@$(BIN)/python -m benchmarks.proofs.false_alarms $(ARGS)
 
 # Prints how many tokens the draws proof needs to notice each fault of sampling (docs/internals/proof.md).
 draws: dev
-	@$(BIN)/python benchmarks/draws.py $(ARGS)
+	@$(BIN)/python -m benchmarks.proofs.draws $(ARGS)
 
 # Trains a tiny model with every method on a task that it cannot do at first, and draws one reward curve per method.
 learning: dev
-	@$(BIN)/python benchmarks/learning.py $(ARGS)
+	@$(BIN)/python -m benchmarks.learning.methods $(ARGS)
 
 # Measures the cost of a push to a server (server-sync), what a push of the changed elements saves (push-changes), and a server under ten
 # minutes of load (server-load).
 server-sync: dev
-	@$(BIN)/python benchmarks/server_sync.py $(ARGS)
+	@$(BIN)/python -m benchmarks.servers.push $(ARGS)
 
 push-changes: dev
-	@$(BIN)/python benchmarks/push_changes.py $(ARGS)
+	@$(BIN)/python -m benchmarks.servers.push_changes $(ARGS)
 
 server-load: dev
-	@$(BIN)/python benchmarks/server_load.py $(ARGS)
+	@$(BIN)/python -m benchmarks.servers.load $(ARGS)
 
 # Predicts a step's seconds on 8 to 1,024 GPUs, and how to divide them between trainers and servers (docs/internals/plan.md).
 plan:
-	@$(PYTHON) benchmarks/plan.py $(ARGS)
+	@$(PYTHON) -m benchmarks.plan.run $(ARGS)
 
 # Shows a defect of vLLM that only the proofs detect.
 tied-head: env

@@ -32,6 +32,8 @@ if shutil.which("nvidia-smi") is None:
 import pytest
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "training")]
+# The package `benchmarks` is not part of what is installed.
+sys.path.append(str(Path(__file__).parents[1]))
 
 import draws  # noqa: F401 - the profile of Hypothesis
 from forked import start_fork_server, stop_fork_server

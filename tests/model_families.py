@@ -1,6 +1,6 @@
 """Tiny random models of many families, each with what is special about its family: biases, windows, caps, factors, experts.
 
-`benchmarks/vllm_families.py` verifies each of them on vLLM, and tests use a few. Nothing is downloaded.
+`benchmarks/proofs/vllm_families.py` verifies each of them on vLLM, and tests use a few. Nothing is downloaded.
 """
 
 from __future__ import annotations

@@ -12,12 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import finding_this
+
+# The program that takes steps.
+PLAY = "benchmarks.against_trl.play"
+
 
 class AnsweringProcess:
     """A running Python program.
 
     Args:
-        command: the script and its arguments.
+        command: the module and its arguments.
         log: the file that receives its error output.
 
     Attributes:
@@ -30,13 +35,13 @@ class AnsweringProcess:
     def __init__(self, command: Sequence[str], log: Path, env: Mapping[str, str], cwd: str | None = None) -> None:
         self._log = log
         self._process = subprocess.Popen(
-            [sys.executable, *command],
+            [sys.executable, "-m", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
             text=True,
             cwd=cwd,
-            env=dict(env),
+            env=finding_this(env),
         )
         self.said = self._answer()
 

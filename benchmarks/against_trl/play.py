@@ -38,7 +38,7 @@ def main() -> None:
     # The output of libraries must not be mixed with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    from workloads import workload
+    from benchmarks.against_trl.workloads import workload
 
     work = workload(asked.workload)
     play = Lockstep if asked.program == "lockstep" else TRL
@@ -125,7 +125,8 @@ def peak_bytes() -> int:
 def common(work: Any, dtype: str, rollouts: Path | None) -> dict[str, Any]:
     """Fields that both trainers are given."""
     import torch
-    from tool_model import AROUND
+
+    from benchmarks.against_trl.tool_model import AROUND
 
     return {
         "num_generations": work.completions,
@@ -158,14 +159,15 @@ def learning_rate(work: Any, rollouts: Path | None) -> float:
 
 def acting(work: Any) -> dict[str, Any]:
     """The tools of a workload, as an argument of both trainers."""
-    from workloads import tool
+    from benchmarks.against_trl.workloads import tool
 
     return {"tools": [tool(work)]} if work.calls else {}
 
 
 def dataset(work: Any, model: str) -> Any:
     import datasets
-    from workloads import prompts
+
+    from benchmarks.against_trl.workloads import prompts
 
     return datasets.Dataset.from_dict({"prompt": prompts(work, model)})
 
@@ -174,8 +176,7 @@ class Lockstep:
     """Lockstep's GRPOTrainer, with its defaults for everything except the sizes of the workload."""
 
     def __init__(self, work: Any, model: str, dtype: str, rollouts: Path | None, program: str) -> None:
-        from workloads import reward
-
+        from benchmarks.against_trl.workloads import reward
         from lockstep import GRPOConfig, GRPOTrainer
 
         config = GRPOConfig(
@@ -228,7 +229,7 @@ class Lockstep:
 
     def record(self, path: Path | None) -> None:
         """Keep the generation that was just learned from."""
-        from workloads import Recorded, write_rollouts
+        from benchmarks.against_trl.workloads import Recorded, write_rollouts
 
         if path is None or path.exists():
             return
@@ -250,8 +251,8 @@ class Lockstep:
 def recorded_engine(model: str, dtype: str, path: Path) -> Any:
     """A transformers engine whose completions were sampled before; its weights, and all proofs of them, are real."""
     import torch
-    from workloads import read_rollouts
 
+    from benchmarks.against_trl.workloads import read_rollouts
     from lockstep.engines.protocol import Completion
     from lockstep.engines.transformers_engine import TransformersEngine
     from lockstep.tokens.tokenizer import load_tokenizer
@@ -284,7 +285,8 @@ class TRL:
 
     def __init__(self, work: Any, model: str, dtype: str, rollouts: Path | None, program: str) -> None:
         from trl import GRPOConfig, GRPOTrainer
-        from workloads import reward
+
+        from benchmarks.against_trl.workloads import reward
 
         batch = work.trl_learning_batch if rollouts else work.trl_batch
         config = GRPOConfig(
@@ -325,7 +327,7 @@ class TRL:
 
 def recorded_rollouts(path: Path) -> Callable[[list[str], Any], dict[str, Any]]:
     """TRL's rollout function for completions that were sampled before."""
-    from workloads import read_rollouts
+    from benchmarks.against_trl.workloads import read_rollouts
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         waiting: dict[str, list[Any]] = {}

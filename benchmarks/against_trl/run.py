@@ -21,17 +21,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from answering import AnsweringProcess
-from figures import Steps, check_tokens, growth, learning_halves, measured, whole_steps
-from floors import floors, measure_machine
-from plot import drawing
-from tool_model import make_tool_model
-from workloads import make_model, workload
-
+from benchmarks.against_trl.answering import PLAY, AnsweringProcess
+from benchmarks.against_trl.figures import Steps, check_tokens, growth, learning_halves, measured, whole_steps
+from benchmarks.against_trl.floors import floors, measure_machine
+from benchmarks.against_trl.plot import drawing
+from benchmarks.against_trl.tool_model import make_tool_model
+from benchmarks.against_trl.workloads import make_model, workload
 from lockstep.cli.process.malloc import kernel_setting, with_tunables
 from lockstep.training.config.precision import has_fast_bf16
 
-HERE = Path(__file__).parent
 GROWTH = [f"completions-{n}" for n in (8, 16, 32, 64, 128, 256)] + [
     f"length-{n}" for n in (32, 64, 128, 256, 512, 1024)
 ]
@@ -108,7 +106,7 @@ class Player(AnsweringProcess):
     """A program of `play.py`."""
 
     def __init__(self, command: Sequence[str], folder: str, log: Path) -> None:
-        super().__init__([str(HERE / "play.py"), *command], log, environment(command[0]), folder)
+        super().__init__([PLAY, *command], log, environment(command[0]), folder)
 
     def step(self) -> dict[str, Any]:
         """Take one step."""

@@ -1,6 +1,6 @@
 """A model that calls a tool in every turn, made here, in the size of the packaged 135M model or tiny.
 
-`benchmarks/tools.py` and `run.py` make it, and the programs of `play.py` load it. It computes as much as any model of this size.
+`sampling/tools.py` and `run.py` make it, and the programs of `play.py` load it. It computes as much as any model of this size.
 Its next token depends on its last one, so that it samples a walk over a few tokens. A turn is always `TURN` tokens long, most of
 them drawn from two, and ends with a call of the tool `look`. After the token `LINE` it never ends, so that a rollout of one turn
 can have any length.
@@ -9,12 +9,8 @@ can have any length.
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
-
-# The module that makes such models is in tests/.
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
 
 LINE = "<|line|>"
 _NAME = '{"name": "look", "arguments": {"n": '

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# `run.py` and its programs are started as scripts, tests import this as part of a package.
-sys.path.append(str(Path(__file__).parent))
-
-from tool_model import AROUND, FILLER, TURN, question
+from benchmarks.against_trl.tool_model import AROUND, FILLER, TURN, question
 
 # A token that the model practically never samples. With it as the end token, every completion reaches the length limit, so both
 # programs do the same work.
@@ -62,7 +58,7 @@ class Workload:
 WORKLOADS = {
     "short": Workload(2, 8, 32, None, 16, 16),
     "long": Workload(4, 16, 64, 512, 4, 8),
-    # More sequences than an engine may decode together (`benchmarks/sampling.py`).
+    # More sequences than an engine may decode together (`benchmarks/sampling/settings.py`).
     "many": Workload(16, 8, 16, None, 8, 8),
     # An agent: three turns, in a context of 1,024 tokens.
     "agent": Workload(4, 8, 3 * TURN, 1024 - 3 * TURN - 2 * (128 + AROUND), 4, 4, calls=2, result_tokens=128),

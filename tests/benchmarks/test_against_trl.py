@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 # Imported as a package, because other modules could have the same names.
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from against_trl import floors as bounds
-from against_trl.figures import check_tokens, growth, learning_halves, measured, whole_steps
-from against_trl.plot import drawing
-from against_trl.tool_model import TURN, make_tool_model
-from against_trl.workloads import (
+from benchmarks.against_trl import floors as bounds
+from benchmarks.against_trl.figures import check_tokens, growth, learning_halves, measured, whole_steps
+from benchmarks.against_trl.plot import drawing
+from benchmarks.against_trl.tool_model import TURN, make_tool_model
+from benchmarks.against_trl.workloads import (
     WORKLOADS,
     Recorded,
     Workload,

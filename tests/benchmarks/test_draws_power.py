@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import sys
@@ -11,15 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.proofs import draws as benchmark
 from lockstep.parity.sampling.bets import BETS
 from lockstep.parity.sampling.draws import DrawEvidence, DrawStats
-
-# Not `import draws`: tests have a module of this name.
-_SPEC = importlib.util.spec_from_file_location("draws_benchmark", Path(__file__).parents[2] / "benchmarks" / "draws.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-benchmark = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(benchmark)
 
 
 def test_the_evidence_along_the_tokens_is_that_of_a_first_generation() -> None:

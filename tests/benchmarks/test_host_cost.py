@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import host_cost
-from host_cost import _IN_PROCESS, ROWS, RowClock, Tokenizer, measured, table, total
-from host_cost_plot import drawing
+from benchmarks.host import cost as host_cost
+from benchmarks.host.cost import _IN_PROCESS, ROWS, RowClock, Tokenizer, measured, table, total
+from benchmarks.host.cost_plot import drawing
 
 FIGURES = {
     size: {row: (1 + place) * scale for place, row in enumerate(ROWS)} for size, scale in (("a", 1.0), ("b", 2.0))

@@ -1,17 +1,13 @@
-"""The prediction of a step on many GPUs (`benchmarks/plan.py`) agrees with a simulation token by token, and with simple limits."""
+"""The prediction of a step on many GPUs (`make plan`) agrees with a simulation token by token, and with simple limits."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import plan
-from plan_servers import Lengths, Servers, decoding_seconds, generation_seconds, step_seconds
+from benchmarks.plan import run as plan
+from benchmarks.plan.servers import Lengths, Servers, decoding_seconds, generation_seconds, step_seconds
 
 MODEL, GPU = plan.MODELS["7b"], plan.GPUS["h100"]
 TASK = plan.Task(64, 8, 512, Lengths(1000.0, 4000.0, 0.6))
@@ -34,7 +30,7 @@ def token_by_token(lengths: list[int], prompt: int, together: int) -> float:
 
 @pytest.mark.parametrize("together", [1, 3, 100])
 def test_decoding_takes_as_long_as_token_by_token(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plan_servers._MAX_RUNNING", together)
+    monkeypatch.setattr("benchmarks.plan.servers._MAX_RUNNING", together)
     lengths = [50, 7, 120, 7, 64, 1, 90, 33]
     expected = token_by_token(lengths, 512, together)
     assert decoding_seconds([float(n) for n in lengths], 512, MODEL, GPU, 1) == pytest.approx(expected)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import proof_seconds
-from proof_seconds import FORWARD, Seconds, Spent
-
+from benchmarks.proofs import seconds as proof_seconds
+from benchmarks.proofs.seconds import FORWARD, Seconds, Spent
 from lockstep.parity.sampling.draws import DrawEvidence, DrawStats
 from lockstep.training.step.update import Policy
 

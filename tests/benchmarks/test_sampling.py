@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from against_trl.workloads import workload
-from sampling import PARTS, Setting, figures, in_turn
-from sampling_engine import _CONTEXT
-
+from benchmarks.against_trl.workloads import workload
+from benchmarks.sampling.engine import _CONTEXT
+from benchmarks.sampling.settings import PARTS, Setting, figures, in_turn
 from lockstep import GRPOConfig
 from lockstep.engines.vllm.arguments import engine_arguments
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import start_up
-import waiting
+from benchmarks.host import start_up, waiting
 
 
 def run(*stages: tuple[float, float, str]) -> list[dict[str, Any]]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from against_trl.tool_model import RESULT, TURN
-from tools import (
+from benchmarks.against_trl.tool_model import RESULT, TURN
+from benchmarks.sampling.tools import (
     CALLS,
     SAMPLED,
     ToolEnvironment,
@@ -85,7 +81,7 @@ def test_a_rollout_with_other_turns_or_tokens_stops_the_benchmark() -> None:
 
 def test_the_calls_of_a_rollout_take_what_its_seed_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("tools.time.sleep", slept.append)
+    monkeypatch.setattr("benchmarks.sampling.tools.time.sleep", slept.append)
     monkeypatch.setattr(ToolEnvironment, "longest", 2.0)
 
     def waits(seed: int) -> list[float]:

@@ -13,7 +13,8 @@ PROGRAMS = sorted(
     path for folder in ("src", "tests", "benchmarks", "examples", "scripts") for path in (ROOT / folder).rglob("*.py")
 )
 # A path in prose is relative to one of these folders.
-BASES = (ROOT, ROOT / "src" / "lockstep", ROOT / "src" / "lockstep" / "training", ROOT / "docs")
+_PACKAGE = ROOT / "src" / "lockstep"
+BASES = (ROOT, _PACKAGE, _PACKAGE / "training", ROOT / "docs", ROOT / "benchmarks")
 # A folder and a file, as in `sync/push.py`; a star stands for any name.
 FILE = re.compile(r"(?<![\w./$~-])((?:\.\./)?(?:[\w-]+/)+[\w*.-]+\.(?:py|md|yaml|sh|svg))\b")
 

@@ -21,7 +21,8 @@ from lockstep.sync.adapters.source import AdapterSource
 # Layers that a probe asks at a push of a run.
 _SAMPLE = 6
 # Largest difference ÷ rms of what the adapter adds, beyond the rounding of the outputs with and without it. Tests on tiny models
-# stay below 1e-5 in fp32, and below the limit in bf16. `benchmarks/adapter_sync.py --alarms` counts alarms on the packaged model.
+# stay below 1e-5 in fp32, and below the limit in bf16. `benchmarks/servers/adapter_push.py --alarms` counts alarms on the packaged
+# model.
 _LIMIT, _HALF_LIMIT = 1e-4, 0.05
 
 

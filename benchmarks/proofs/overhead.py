@@ -7,7 +7,7 @@
 With `--tokens` the recipe has prompts for open text with 8 completions of up to 64 tokens. Half of the groups have equal rewards.
 
 Without `--filters` the recipe runs unchanged, on real vLLM, in this process. The seconds of each proof are measured in the run
-itself (`benchmarks/proof_seconds.py`), and not by a second run without proofs. Two threads compute the transport digest during a
+itself (`benchmarks/proofs/seconds.py`), and not by a second run without proofs. Two threads compute the transport digest during a
 push. A second in which both threads compute counts once by the clock. Seconds are medians over the steps after the first two.
 Shares are computed from the sums over the same steps. The first step also contains the proofs at the start of a run.
 
@@ -26,13 +26,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from proof_seconds import DIGEST, NOTHING, PROBE, Seconds, Spent, now
+from benchmarks import ROOT
+from benchmarks.proofs.seconds import DIGEST, NOTHING, PROBE, Seconds, Spent, now
 
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic.yaml"
+RECIPE = ROOT / "recipes" / "arithmetic.yaml"
 _WARM_UP = 2
 # Largest number of tokens per completion of open text.
 _LENGTH = 64

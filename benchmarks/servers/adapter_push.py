@@ -1,8 +1,8 @@
 """Compare the two ways to send a LoRA adapter to the engine: packaged model, rank 16 on every linear layer. (docs/guides/lora.md)
 
-    python benchmarks/adapter_sync.py                    (transformers engine: the parts of a merged push, in fp32)
-    python benchmarks/adapter_sync.py --engine vllm      (merged weights, compared with the adapter alone in vLLM's LoRA)
-    python benchmarks/adapter_sync.py --alarms 100       (100 pushes of the adapter alone without a fault, with every proof)
+    python -m benchmarks.servers.adapter_push                    (transformers engine: the parts of a merged push, in fp32)
+    python -m benchmarks.servers.adapter_push --engine vllm      (merged weights, compared with the adapter alone in vLLM's LoRA)
+    python -m benchmarks.servers.adapter_push --alarms 100       (100 pushes of the adapter alone without a fault, with every proof)
 
 The first form prints the seconds of each part of a push, with and without an adapter. The second form prints, for both ways, the
 bytes and seconds of a push with its proofs, and the sampled tokens per second. All seconds are medians of five rounds.

@@ -1,6 +1,6 @@
 """Runs one engine in a separate process. It samples a workload on request and reports how long this took.
 
-`sampling.py` starts it, writes one line per round ([workload, number]), and reads one JSON line back. The engine is `VLLMInProcess`
+`settings.py` starts it, writes one line per round ([workload, number]), and reads one JSON line back. The engine is `VLLMInProcess`
 as a run starts it. The number of tokens that vLLM found in its prefix cache is read from vLLM's outputs.
 """
 
@@ -69,8 +69,7 @@ def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
 
 def requests(model: str, name: str, number: int) -> list[Any]:
     """The requests of a step. The completions of a prompt follow each other, and each has its own seed."""
-    from against_trl.workloads import prompts, workload
-
+    from benchmarks.against_trl.workloads import prompts, workload
     from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling, request_seed
     from lockstep.tokens.tokenizer import load_tokenizer
 

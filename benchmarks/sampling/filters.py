@@ -28,10 +28,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import msgspec
-from against_trl.workloads import make_model
-from sampling import machine
-from sampling_engine import requests, started
 
+from benchmarks.against_trl.workloads import make_model
+from benchmarks.sampling.engine import requests, started
+from benchmarks.sampling.settings import machine
 from lockstep.engines.protocol import Completion, GenerationRequest
 from lockstep.engines.vllm.requests.conversion import completion, sampling_params
 

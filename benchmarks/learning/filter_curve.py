@@ -3,7 +3,7 @@
     make filter-curve                              (two cores, no download; about two minutes)
     make filter-curve ARGS="--regex"               (a regular expression that forces one token in four)
 
-The task is that of `benchmarks/learning.py`: repeat the letter that the prompt names. Here a completion has 32 tokens. The first
+The task is that of `methods.py`: repeat the letter that the prompt names. Here a completion has 32 tokens. The first
 run is Lockstep without changes. The second run is a trainer that ignores the filters: this file patches Lockstep so that it uses
 log-probs over the whole vocabulary and does not check the gap. With `--regex`, every fourth token of the first run must be an `h`,
 and the second run has no expression. Prints one table per run. (docs/internals/methods-measured.md)
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from learning import GROUPS, logs, make_model
+from benchmarks.learning.methods import GROUPS, logs, make_model
 
 TOKENS = 32
 REGEX = "([a-h]{3}h){8}"

@@ -34,7 +34,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,13 +45,11 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from against_trl.answering import AnsweringProcess
-from against_trl.floors import cpu_name
-from against_trl.tool_model import CONTEXT, LINE, RESULT, SIZES, TURN, make_tool_model, question
-
+from benchmarks.against_trl.answering import PLAY, AnsweringProcess
+from benchmarks.against_trl.floors import cpu_name
+from benchmarks.against_trl.tool_model import CONTEXT, LINE, RESULT, SIZES, TURN, make_tool_model, question
 from lockstep.cli.process.malloc import kernel_setting, with_tunables
 
-HERE = Path(__file__).parent
 PARTS = ("waits", "turns", "step")
 # The goals: the largest wall time, divided by the floor, and the smallest rate with turns, divided by the rate of single turns.
 MOST_FLOORS, LEAST_SHARE = 1.2, 0.9
@@ -276,7 +273,7 @@ def steps(model: str, rounds: int, calls: Sequence[str], folder: Path) -> dict[s
         for program in ("lockstep", "trl"):
             own = folder / f"{program}-{seconds}"
             own.mkdir()
-            command = [str(HERE / "against_trl" / "play.py"), program, f"calls-{seconds}", model, "float32"]
+            command = [PLAY, program, f"calls-{seconds}", model, "float32"]
             players[program] = AnsweringProcess(command, own / "log", environment(program), str(own))
         try:
             taken = []
@@ -365,5 +362,4 @@ def step_figures(rounds: Sequence[Mapping[str, Round]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(HERE))
     main()

@@ -1,4 +1,4 @@
-"""Draws the figures of `host_cost.py`: one bar per size. The parts of a bar are the rows of the table."""
+"""Draws the figures of `cost.py`: one bar per size. The parts of a bar are the rows of the table."""
 
 from __future__ import annotations
 

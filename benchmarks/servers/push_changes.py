@@ -19,7 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ROOT
+
 STEPS = 12
 RATES = (5e-6, 1e-6)
 
@@ -29,7 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--json", type=Path, default=Path("runs/bench/push_changes.json"))
     args = parser.parse_args()
-    from servers import serving
+    from benchmarks.servers.started import serving
 
     runs = {}
     with serving("--dtype", "bfloat16", "--max_model_len", "512") as (url, _), tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,7 @@
     make sampling                                    (two cores: about twelve minutes; quiet machine)
     make sampling ARGS="--parts prefix --rounds 2"   (a quick look)
 
-Each setting has a Lockstep engine in a separate process (`sampling_engine.py`). The engines start one after the other. The engines
+Each setting has a Lockstep engine in a separate process (`engine.py`). The engines start one after the other. The engines
 of a part then sample the same requests in turn; each engine waits while another engine works. The model is SmolLM2-135M with an end
 token that it never samples, in the dtype that training chooses on this machine, on a CPU. Every round begins with an empty prefix
 cache, as every step does after its push. Figures are medians of the rounds after the first. Prints one table per part and writes
@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from against_trl.answering import AnsweringProcess
-from against_trl.floors import cpu_name
-from against_trl.workloads import make_model
 
+from benchmarks.against_trl.answering import AnsweringProcess
+from benchmarks.against_trl.floors import cpu_name
+from benchmarks.against_trl.workloads import make_model
 from lockstep.cli.process.malloc import kernel_setting, with_tunables
 from lockstep.training.config.precision import engine_dtype
 
-HERE = Path(__file__).parent
 Round = dict[str, Any]
 
 
@@ -142,13 +141,13 @@ def in_turn(engines: Mapping[str, Engine], workload: str, rounds: int) -> dict[s
 
 
 class Engine(AnsweringProcess):
-    """An engine (`sampling_engine.py`).
+    """An engine (`engine.py`).
 
     Its first answer is the seconds that its start took, or the reason why vLLM refused to start.
     """
 
     def __init__(self, setting: Setting, model: str, folder: Path, name: str) -> None:
-        command = [str(HERE / "sampling_engine.py"), model, json.dumps(asdict(setting))]
+        command = ["benchmarks.sampling.engine", model, json.dumps(asdict(setting))]
         super().__init__(command, folder / f"{name}.log", environment(folder))
 
     @property

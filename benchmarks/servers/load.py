@@ -88,8 +88,8 @@ def round_on(engine: Any, seed: int) -> float:
 
 def in_process() -> list[float]:
     import torch
-    from servers import MODEL
 
+    from benchmarks.servers.started import MODEL
     from lockstep.engines.vllm.in_process import VLLMInProcess
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model
@@ -103,13 +103,13 @@ def in_process() -> list[float]:
 
 def in_separate_process() -> list[float]:
     """The rates of vLLM in a separate process. No server runs at the same time, because two engines would slow each other down."""
-    found = subprocess.run([sys.executable, __file__, "--in_process"], stdout=subprocess.PIPE, check=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.servers.load", "--in_process"]
+    found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(found.stdout.splitlines()[-1])
 
 
 def on_a_server(minutes: float) -> list[dict[str, float]]:
-    from servers import MODEL, resident_bytes, serving
-
+    from benchmarks.servers.started import MODEL, resident_bytes, serving
     from lockstep.connection import connect
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model

@@ -29,8 +29,8 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 import torch
-from host_cost_plot import drawing
 
+from benchmarks.host.cost_plot import drawing
 from lockstep.engines.http.requests.messages import completion_from
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling

@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -32,8 +31,6 @@ import torch
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# The module `tiny`, which makes the tiny models, is in tests/.
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     make plan                                             (8, 64, 512 and 1,024 GPUs, a model of 7 billion parameters)
     make plan ARGS="--model 32b --gpus 64 --tokens 8192 --push_rate 20e9"
 
-The prediction is computed, and the batches of the servers are simulated (`plan_servers.py`). Nothing runs on a GPU. The constants
+The prediction is computed, and the batches of the servers are simulated (`servers.py`). Nothing runs on a GPU. The constants
 have three sources: data sheets, published measurements, and measurements of this repository on a CPU. docs/internals/plan.md lists
 them.
 """
@@ -14,7 +14,7 @@ import argparse
 import math
 from dataclasses import dataclass
 
-from plan_servers import Gpu, Lengths, Model, Servers, generation_seconds
+from benchmarks.plan.servers import Gpu, Lengths, Model, Servers, generation_seconds
 
 MODELS = {
     # Parameters, layers, width, key heads × head size, as in the configs that Qwen publishes for Qwen2.5.

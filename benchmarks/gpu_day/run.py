@@ -5,7 +5,7 @@
     make gpu-day ARGS="--only attention verify --seconds 560"  (two parts, in at most 560 seconds)
     make gpu-day ARGS=--rehearse                               (tiny sizes on a CPU, to see that the code runs)
 
-Each part is a function of `gpu_day_parts.py`. It runs in a separate process with a time limit: a part that fails or hangs loses
+Each part is a function of `parts.py`. It runs in a separate process with a time limit: a part that fails or hangs loses
 only its own remaining rows. In the folder `runs/gpu_day`, `rows.jsonl` gets each row as soon as it is measured, `gpu_day.json`
 and `gpu_day.md` are written again after each part, and `log.txt` has the output of the parts. Parts that are not in this call
 keep their rows of an earlier call. The exit code is 1 if a part failed.
@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks import ROOT, finding_this
+
 WHEELS = ROOT / "build" / "gpu-day-wheels"
 # The packages that the GPU machine lacks. It must have Python 3.12 on Linux x86-64, PyTorch with CUDA and Triton, and the packages
 # that transformers and datasets need (numpy, pandas, pyarrow, tokenizers, huggingface_hub, accelerate, rich). Lockstep itself is
@@ -42,7 +43,7 @@ class Part:
     """A part of the command.
 
     Attributes:
-        function: name of the part's function in `gpu_day_parts.py`.
+        function: name of the part's function in `parts.py`.
         seconds: time limit of the part.
         columns: columns of the table. The JSON file has all figures.
         size: index in `Sizes.tokens`, for the part `learning`.
@@ -137,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_part(name: str, folder: Path, *, rehearse: bool) -> None:
     """Run a part in this process, and write each of its rows as soon as it is measured."""
-    import gpu_day_parts as parts
-    from gpu_day_measuring import FULL, REHEARSAL
+    from benchmarks.gpu_day import parts
+    from benchmarks.gpu_day.measuring import FULL, REHEARSAL
 
     # A part may work in another directory.
     folder = folder.resolve()
@@ -158,7 +159,8 @@ def run_apart(name: str, folder: Path, site: str, end: float, *, rehearse: bool)
     forget(folder, name)
     start = time.monotonic()
     limit = min(PARTS[name].seconds, end - start)
-    command = [sys.executable, __file__, "--part", name, "--folder", str(folder), *(["--rehearse"] if rehearse else [])]
+    command = [sys.executable, "-m", "benchmarks.gpu_day.run", "--part", name, "--folder", str(folder)]
+    command += ["--rehearse"] if rehearse else []
     print(f"\n{name}: at most {max(limit, 0):.0f} s", flush=True)
     if limit < 10:
         write(folder, name, {"status": "not begun: no time was left"})
@@ -188,12 +190,8 @@ def _environment(site: str) -> dict[str, str]:
     paths = [site, str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     # HF_HUB_OFFLINE: otherwise libraries would wait for a hub that cannot be reached.
     given = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    return {
-        **os.environ,
-        **given,
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-    }
+    path = os.pathsep.join(path for path in paths if path)
+    return finding_this({**os.environ, **given, "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": path})
 
 
 # ---- wheels ----------------------------------------------------------------------------------------------------------

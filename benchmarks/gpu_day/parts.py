@@ -1,4 +1,4 @@
-"""The parts of `make gpu-day` (`benchmarks/gpu_day.py`). Each part is a function that yields rows of its table.
+"""The parts of `make gpu-day` (`run.py`). Each part is a function that yields rows of its table.
 
 Every part makes its own models with random weights, because a GPU machine may have no network. A part runs in a separate process,
 on the GPU if there is one.
@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_day_measuring import (
+
+from benchmarks.gpu_day.measuring import (
     POSITIONS,
     Row,
     Sizes,
@@ -38,7 +39,7 @@ from gpu_day_measuring import (
     save_model,
     synchronize,
 )
-from gpu_day_push import push as push
+from benchmarks.gpu_day.push import push as push
 
 _PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "huggingface_hub", "accelerate", "datasets", "pyarrow", "numpy"),
@@ -53,7 +54,7 @@ _GROUP = 8
 
 def machine(sizes: Sizes) -> Iterator[Row]:
     """The device, and the versions of the packages that matter."""
-    from against_trl.floors import cpu_name
+    from benchmarks.against_trl.floors import cpu_name
 
     where = device()
     if where.type == "cuda":
@@ -78,8 +79,7 @@ def machine(sizes: Sizes) -> Iterator[Row]:
 
 def attention(sizes: Sizes) -> Iterator[Row]:
     """Attention of one layer over a pack: by blocks and by FlexAttention, compared with SDPA in float32 with a dense mask."""
-    from long_context import KINDS, one_pack
-
+    from benchmarks.learning.long_context import KINDS, one_pack
     from lockstep.training.forward.attention import flex_attention
     from lockstep.training.forward.attention.block_attention import TreeAttention
 
@@ -252,8 +252,8 @@ def _weights(lengths: Sequence[int], where: torch.device) -> torch.Tensor:
 
 def learning(sizes: Sizes, tokens: int) -> Iterator[Row]:
     """The learning half of a step, for both trainers, with the same recorded completions. Lockstep's proofs are on."""
-    import play
-    from workloads import workload, write_rollouts
+    from benchmarks.against_trl import play
+    from benchmarks.against_trl.workloads import workload, write_rollouts
 
     dtype, name = sizes.dtypes[-1], f"length-{tokens}"
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
@@ -274,8 +274,7 @@ def learning(sizes: Sizes, tokens: int) -> Iterator[Row]:
 
 def _given_rollouts(model: str, work: Any, dtype: str) -> list[Any]:
     """Random completions with the engine's log-probs, for a model whose tokens are practically equally likely."""
-    from workloads import Recorded, prompts
-
+    from benchmarks.against_trl.workloads import Recorded, prompts
     from lockstep.engines.transformers_engine import TransformersEngine
     from lockstep.tokens.tokenizer import load_tokenizer
 
@@ -335,12 +334,13 @@ def _measured_steps(start: Callable[[], Any], repeats: int) -> Row:
 
 
 def host(sizes: Sizes) -> Iterator[Row]:
-    """Microseconds of processor time per sampled token, without model and engine (`benchmarks/host_cost.py`).
+    """Microseconds of processor time per sampled token, without model and engine (`benchmarks/host/cost.py`).
 
     The tokenizer is the small one of the tests. Therefore "decoding to text" differs from the figure in docs/internals/speed.md.
     """
     import tiny
-    from host_cost import Tokenizer, measured, total
+
+    from benchmarks.host.cost import Tokenizer, measured, total
 
     tokenizer_of = partial(Tokenizer, real=tiny.make_tokenizer())
     # The first call loads libraries.
@@ -352,7 +352,7 @@ def host(sizes: Sizes) -> Iterator[Row]:
 
 def limits(sizes: Sizes) -> Iterator[Row]:
     """Training runs with the transformers engine and every proof on: the parity gap beside its limits, and one fault."""
-    from false_alarms import clean_steps
+    from benchmarks.proofs.false_alarms import clean_steps
 
     with tempfile.TemporaryDirectory() as folder:
         for model in sizes.models:

@@ -1,4 +1,4 @@
-"""Measures the seconds that each proof takes in a run, for `benchmarks/proof_overhead.py`.
+"""Measures the seconds that each proof takes in a run, for `benchmarks/proofs/overhead.py`.
 
 The functions of the proofs are wrapped during a run. If one proof runs inside another, its seconds count for the inner proof
 only. A second of the clock in which two threads compute the same proof counts once. Processor seconds are counted too, because

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from against_trl.floors import cpu_name
-from against_trl.play import forget_peak, peak_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.against_trl.floors import cpu_name
+from benchmarks.against_trl.play import forget_peak, peak_bytes
 from lockstep.training.batch.pack import Pack, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def run_in_process(kind: str, size: int, task: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--point", kind, str(size), task]
+    command = [sys.executable, "-m", "benchmarks.learning.long_context", "--point", kind, str(size), task]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(answer.splitlines()[-1])
 

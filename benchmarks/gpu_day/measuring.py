@@ -1,4 +1,4 @@
-"""Sizes, models and measurements of the parts of `make gpu-day` (`benchmarks/gpu_day_parts.py`).
+"""Sizes, models and measurements of the parts of `make gpu-day` (`parts.py`).
 
 `FULL` is for a GPU. `REHEARSAL` has sizes that a CPU computes in seconds. A rehearsal shows only that the code runs; its figures
 have no meaning.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-# Folders of modules: the programs of `make bench`, and the tiny models with their tokenizer.
-sys.path += [str(Path(__file__).parent / "against_trl"), str(Path(__file__).parents[1] / "tests")]
 
 Row = dict[str, Any]
 # Largest number of positions in one forward, for every program. It is also the context length of the models.
@@ -159,7 +155,7 @@ def synchronize() -> None:
 
 def forget() -> None:
     """Reset the count of peak memory."""
-    from play import forget_peak
+    from benchmarks.against_trl.play import forget_peak
 
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -169,7 +165,7 @@ def forget() -> None:
 
 def peak() -> int:
     """Peak memory in bytes: of the GPU, or without a GPU of the process."""
-    from play import peak_bytes
+    from benchmarks.against_trl.play import peak_bytes
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else peak_bytes()
 

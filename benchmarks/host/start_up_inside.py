@@ -1,6 +1,6 @@
 """Runs a `lockstep` command until its first sampled token, and records when each stage begins.
 
-`start_up.py` starts it as `start_up_inside.py COMMAND …`. It writes one line of JSON per stage to the file that the environment
+`start_up.py` starts it with the words of the command. It writes one line of JSON per stage to the file that the environment
 variable `LOCKSTEP_STAGES` names: the time, the processor seconds of this process and its children, and the name of the stage. Like
 the real command, it starts itself again and forks. All its processes write to the same file.
 """

@@ -21,10 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from against_trl.floors import cpu_name
-from start_up_inside import FIRST_TOKEN
+from benchmarks.against_trl.floors import cpu_name
+from benchmarks.host.start_up_inside import FIRST_TOKEN
 
-HERE = Path(__file__).parent
 # The arguments of the README's first command: `lockstep demo` runs the same.
 _WORDS = ["grpo", "--recipe", "arithmetic"]
 _LONGEST = 300
@@ -61,7 +60,14 @@ def stages(command: list[str]) -> list[Stage]:
     """
     with tempfile.TemporaryDirectory() as folder:
         noted, log = Path(folder) / "stages", Path(folder) / "log"
-        own = [sys.executable, str(HERE / "start_up_inside.py"), *command, "--output_dir", str(Path(folder) / "run")]
+        own = [
+            sys.executable,
+            "-m",
+            "benchmarks.host.start_up_inside",
+            *command,
+            "--output_dir",
+            str(Path(folder) / "run"),
+        ]
         began = time.monotonic()
         with log.open("w") as output:
             done = subprocess.run(
@@ -103,5 +109,4 @@ def figures(runs: list[list[Stage]]) -> list[Stage]:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(HERE))
     main()

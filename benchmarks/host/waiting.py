@@ -23,20 +23,17 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from against_trl.answering import AnsweringProcess
-from against_trl.floors import cpu_name
-from against_trl.workloads import make_model
-
+from benchmarks.against_trl.answering import PLAY, AnsweringProcess
+from benchmarks.against_trl.floors import cpu_name
+from benchmarks.against_trl.workloads import make_model
 from lockstep.cli.process.malloc import kernel_setting, with_tunables
 from lockstep.training.config.precision import has_fast_bf16
 
-HERE = Path(__file__).parent
 MEMORY = ("returned", "kept")
 _REPORTED = Path("/sys/module/page_reporting/parameters")
 Step = dict[str, Any]
@@ -67,7 +64,7 @@ def steps_of(memory: str, model: str, args: argparse.Namespace, folder: Path) ->
     own = folder / memory
     own.mkdir()
     dtype = "bfloat16" if has_fast_bf16() else "float32"
-    command = [str(HERE / "against_trl" / "play.py"), "lockstep", "short", model, dtype]
+    command = [PLAY, "lockstep", "short", model, dtype]
     player = AnsweringProcess(command, own / "log", environment(memory), str(own))
     found: list[Step] = []
     try:
@@ -139,5 +136,4 @@ def faults(step: Step) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(HERE))
     main()

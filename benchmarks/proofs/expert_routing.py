@@ -1,6 +1,6 @@
 """Measure how often vLLM routes tokens to other experts than the trainer, and how much of the gap comes from that.
 
-    .venv/bin/python benchmarks/expert_routing.py            (two minutes on two cores)
+    python -m benchmarks.proofs.expert_routing            (two minutes on two cores)
 
 Tiny random mixtures of experts (`tests/model_families.py`) sample on vLLM in this process, with the trainer's weights. vLLM's
 routers tell the experts of each token through the callback that its own capture uses. The trainer scores the completions twice:
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# The module that makes the models is in tests/.
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 from transformers import PreTrainedModel

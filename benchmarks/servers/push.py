@@ -37,8 +37,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, default=Path("runs/bench/server_sync.json"))
     args = parser.parse_args()
-    from servers import engine_process, serving
-
+    from benchmarks.servers.started import engine_process, serving
     from lockstep.cli.process.quiet import quiet_libraries
 
     quiet_libraries()
@@ -73,8 +72,8 @@ def report(medians: dict[str, float]) -> None:
 def measure(url: str, server: int, dtype: str, rounds: int) -> list[dict[str, float]]:
     """The seconds of each part, and the memory and the gap of each push, one dict per round."""
     import torch
-    from servers import MODEL, Peak
 
+    from benchmarks.servers.started import MODEL, Peak
     from lockstep.connection import connect
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model

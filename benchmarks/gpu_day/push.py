@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from gpu_day_measuring import Row, Sizes, device, make_model, measured, refusals, synchronize
 
+from benchmarks.gpu_day.measuring import Row, Sizes, device, make_model, measured, refusals, synchronize
 from lockstep.engines.tensor_specs import digest_of_all, tensor_specs
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire.gloo import GLOO, NCCL, GlooTransport, Receiver

@@ -1,6 +1,6 @@
 """Simulates vLLM servers that sample the completions of a step: how many sequences decode together, and when the last one ends.
 
-`plan.py` uses it. A decoding step reads the weights once and the keys and values of every running sequence. It also computes one
+`run.py` uses it. A decoding step reads the weights once and the keys and values of every running sequence. It also computes one
 token per sequence. The slower of the two decides how long the step takes. A sequence waits until there is room for its keys and
 values. All completions of a prompt are on one server.
 """

@@ -1,8 +1,8 @@
 """How far log-probs move if the engine holds the weights in 8 bits, and what explains it (docs/internals/proof.md).
 
-    python benchmarks/quantised_gap.py                          (SmolLM2-135M: text, and the canary's ids)
-    python benchmarks/quantised_gap.py --models qwen2 qwen3     (tiny random models of the tests: the canary's ids)
-    python benchmarks/quantised_gap.py --pushes 50              (counts false alarms: 50 pushes without a fault, every proof on)
+    python -m benchmarks.proofs.quantised_gap                        (SmolLM2-135M: text, and the canary's ids)
+    python -m benchmarks.proofs.quantised_gap --models qwen2 qwen3   (tiny random models of the tests: the canary's ids)
+    python -m benchmarks.proofs.quantised_gap --pushes 50            (counts false alarms: 50 pushes without a fault, all proofs on)
 
 Real vLLM in bf16, `fp8_per_channel`. The trainer computes in bf16. All figures are differences of log-probs in nats.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,8 +18,6 @@ from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# The module `tiny`, which makes the tiny models, is in tests/.
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 
