@@ -151,7 +151,7 @@ def connect(
         LockstepError: a server did not answer in time.
     """
     urls = [url] if isinstance(url, str) else list(url)
-    check_urls("url", urls)
+    check_urls("url", urls, "several of them in a list")
     if not 0 < timeout < math.inf:
         raise InputError(f"timeout={timeout}; it must be a number of seconds above 0")
     keys = [key_for(url, key_file) for url in urls]
