@@ -127,6 +127,7 @@ CONFIGS = [
 CONNECTIONS = [
     Row("no URL", {"url": []}, "url"),
     Row("not a URL", {"url": "gpu-node"}, "url has 'gpu-node'"),
+    Row("two URLs as one text", {"url": "http://a:1,http://b:1"}, "several of them in a list"),
     Row("a password", {"url": "http://a:hunter2@b"}, "user name or password"),
     Row("a port out of range", {"url": "http://a:99999"}, "99999"),
     Row("the same URL twice", {"url": ["http://a", "http://a"]}, "twice"),
