@@ -31,9 +31,9 @@ FIELDS_HEAD = """\
 # Fields
 
 Each field can stand in a config file (`name: value`) and on the command line (`--name value`). The command line has priority. In
-Python the fields are arguments of the method's config, for example `GRPOConfig(learning_rate=1e-6)`; the fields of "data" and
-"adapter" are for the command line only. `lockstep grpo --help` shows the common fields, and `--dry_run` prints all fields with
-their values.
+Python the fields are arguments of the method's config, for example `GRPOConfig(learning_rate=1e-6)`. Models, data, functions and
+adapters are arguments of a trainer there, so their fields are for the command line only. `lockstep grpo --help` shows the common
+fields, and `--dry_run` prints all fields with their values.
 
 `scripts/reference_pages.py` makes this page from the code. Where commands have different defaults, the cell has all of them.
 """
@@ -69,10 +69,21 @@ def fields_page(described: dict[str, dict[str, Any]]) -> str:
     groups = {**GROUPS, OTHERS: tuple(name for name in found if name not in grouped)}
     parts = [FIELDS_HEAD]
     for title, names in groups.items():
-        rows = [_field_row(name, found[name], commands) for name in names if name in found and name not in refused]
+        rows = [
+            row for name in names if name in found and name not in refused for row in _field_rows(name, found[name], commands)
+        ]
         parts.append(f"## {title}\n\n| field | type | default | what it does | commands |\n|---|---|---|---|---|\n")
         parts[-1] += "\n".join(rows) + "\n"
     return "\n".join(parts)
+
+
+def _field_rows(name: str, by_command: dict[str, dict[str, Any]], commands: list[str]) -> list[str]:
+    """A row for each meaning that a field has in some commands."""
+    by_meaning: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for command, entry in by_command.items():
+        meaning = entry["type"], tuple(entry.get("choices", ())), entry["help"]
+        by_meaning.setdefault(meaning, {})[command] = entry
+    return [_field_row(name, own, commands) for own in by_meaning.values()]
 
 
 def _field_row(name: str, by_command: dict[str, dict[str, Any]], commands: list[str]) -> str:
@@ -126,9 +137,9 @@ def faults_page(page: str) -> str:
 
 def injected() -> list[tuple[str, str]]:
     """Id and description of every fault of the self-test."""
-    from lockstep.verify.self_test import ADAPTER_FAULTS, FAULTS, QUANTISED_FAULTS
+    from lockstep.verify.self_test import ADAPTER_FAULTS, FAULTS, PICTURE_FAULTS, QUANTISED_FAULTS
 
-    return [(fault.id, fault.what) for fault in (*FAULTS, *ADAPTER_FAULTS, *QUANTISED_FAULTS)]
+    return [(fault.id, fault.what) for fault in (*FAULTS, *ADAPTER_FAULTS, *QUANTISED_FAULTS, *PICTURE_FAULTS)]
 
 
 if __name__ == "__main__":

@@ -124,6 +124,7 @@ def raises(**_: Any) -> list[float]:
         (lambda **_: None, "returned NoneType, not a list"),
         (lambda log_metric, **_: log_metric("loss", 1.0), "'loss' cannot be a metric's name"),
         (lambda log_metric, **_: log_metric("parity/gap", 1.0), "'parity/gap' cannot be a metric's name"),
+        (lambda log_metric, **_: log_metric("update/norm", 1.0), "'update/norm' cannot be a metric's name"),
         (lambda log_metric, **_: log_metric("hits", "many"), "hits is 'many', not a number"),
         (lambda log_metric, **_: log_metric("hits", float("nan")), "hits is nan, not a finite number"),
         (lambda log_extra, **_: log_extra("note", ["a"]), "column 'note' has 1 values for 6 completions"),

@@ -26,6 +26,13 @@ CLASSES = {
     "verify": ("lockstep.cli.verify:VerifyArguments", "lockstep.verify.stage:StageConfig"),
 }
 _TYPES = {int: "int", float: "float", str: "text"}
+# What fields of transformers mean here, where its own help says something else.
+_HERE = {
+    "metric_for_best_model": "Metric of an evaluation by which `load_best_model_at_end` chooses. Default: reward.",
+    "save_strategy": "When checkpoints are written: no, steps or epoch.",
+    "resume_from_checkpoint": "A checkpoint from which `trainer.train()` goes on. Commands go on by themselves, and refuse it.",
+    "optim": "The optimizer. Those that step inside the backward (lomo, layerwise, schedule_free) are refused.",
+}
 
 
 def describe() -> dict[str, dict[str, Any]]:
@@ -61,7 +68,7 @@ def _entry(action: argparse.Action) -> dict[str, Any]:
         said["nargs"] = action.nargs
     if (default := _default(action.default)) is not None:
         said["default"] = default
-    return {**said, "help": " ".join((action.help or "").replace("%%", "%").split())}
+    return {**said, "help": " ".join((_HERE.get(action.dest) or action.help or "").replace("%%", "%").split())}
 
 
 def _type(action: argparse.Action) -> str:

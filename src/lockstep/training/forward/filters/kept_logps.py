@@ -65,7 +65,7 @@ class KeptSets:
         if len(kept) != len(token_ids) or not found.all():
             first = int(found.argmin()) if len(kept) == len(token_ids) else min(len(kept), len(token_ids))
             raise ProofError(
-                "kept ids",
+                "kept_ids",
                 f"token {first} of {len(token_ids)} is not among the ids that the engine kept for it",
                 "the kept ids belong to another token or request, or were cut",
                 "report this with the engine and its version; a run without top_k, top_p and min_p needs no kept ids",
