@@ -70,7 +70,10 @@ def fields_page(described: dict[str, dict[str, Any]]) -> str:
     parts = [FIELDS_HEAD]
     for title, names in groups.items():
         rows = [
-            row for name in names if name in found and name not in refused for row in _field_rows(name, found[name], commands)
+            row
+            for name in names
+            if name in found and name not in refused
+            for row in _field_rows(name, found[name], commands)
         ]
         parts.append(f"## {title}\n\n| field | type | default | what it does | commands |\n|---|---|---|---|---|\n")
         parts[-1] += "\n".join(rows) + "\n"

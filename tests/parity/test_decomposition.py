@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from unittest.mock import patch
@@ -125,14 +126,15 @@ def test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_
     proofs = stage.trainer.proofs
     with (
         patch.object(proofs, "_tail", GapTail(tolerance(dtype, dtype))),
-        patch.multiple(proofs, _pool=PooledGap(), _evaluated_pool=PooledGap(), _bets=False),
+        patch.multiple(proofs, _pool=PooledGap(), _evaluated_pool=PooledGap(), _judged_version=-1, _bets=False),
         # It would set the limits of this engine's dtype.
         patch.object(proofs, "_measure_quantisation", lambda *_, **__: None),
     ):
+        versions = itertools.count()
 
         def check() -> None:
             if judge == "generation":
-                proofs.check_gap(gap, KeptSetStats(), gap.tokens, sampled, stage.version)
+                proofs.check_gap(gap, KeptSetStats(), gap.tokens, sampled, next(versions))
             else:
                 proofs.check_evaluation(gap, DrawStats(), KeptSetStats(), sampled, stage.version)
 
@@ -141,6 +143,34 @@ def test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_
                 check()
         with pytest.raises(ProofError, match=r"(mean_abs_gap|k3) .* > "):
             check()
+
+
+def test_a_generation_that_is_judged_twice_is_pooled_once_and_keeps_what_was_compared(stage: Stage) -> None:
+    proofs, half = stage.trainer.proofs, tolerance(torch.bfloat16, torch.bfloat16)
+    gap, sets = GapStats(24, 0.1, 0.01, 0.0, "a#0"), KeptSetStats(tokens=3, differences=1, rounding=0.3)
+    with (
+        patch.object(proofs, "_tail", GapTail(half)),
+        patch.multiple(proofs, _pool=PooledGap(), _judged_version=-1, kept_sets=KeptSetStats()),
+        patch.object(proofs, "_measure_quantisation", lambda *_, **__: None),
+    ):
+        # First over all tokens, then over those of the step's own forward, whose sets were not compared again.
+        proofs.check_gap(gap, sets, 24, [], 1)
+        proofs.check_gap(gap, KeptSetStats(), 24, [], 1)
+        assert proofs._pool._gap.tokens == 24
+        assert proofs.kept_sets == sets
+        proofs.check_gap(gap, KeptSetStats(), 24, [], 2)
+        assert proofs._pool._gap.tokens == 48
+        assert proofs.kept_sets == KeptSetStats()
+
+
+def test_a_gap_is_reported_beside_a_rollout_without_a_sampled_token(stage: Stage) -> None:
+    first, *others = stage.sample(stage.sampling())
+    empty = replace(first, sampled=[False] * len(first.token_ids))
+    wrong = replace(others[0], logprobs=(others[0].logprobs[0] - 3, *others[0].logprobs[1:]))
+    gap = GapStats(8, 3.0, 3.0, 3.0, str(wrong.key))
+    error = stage.trainer.proofs._explained.error(gap, SINGLE, [empty, wrong], stage.version)
+    assert error.check == "gap"
+    assert "defect" in str(error)
 
 
 def test_raw_log_probs_are_semantics(stage: Stage) -> None:

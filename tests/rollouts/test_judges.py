@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -44,15 +45,15 @@ def test_each_verdict_is_about_its_own_pair_of_texts() -> None:
         seen.extend([prompts, completions, shuffle_order])
         return [-1 if len(a) == len(b) else int(len(b) > len(a)) for a, b in completions]
 
-    assert judge_pairs(PAIRS, Judge(longer)) == [1, 0, -1]
+    assert judge_pairs(PAIRS, Judge(longer), 60.0) == [1, 0, -1]
     assert seen == [["plain", "User: hi", "x"], [["a", "bb"], ["ccc", "d"], ["e", "e"]], True]
-    judge_pairs(PAIRS, Judge(longer), shuffle_order=False)
+    judge_pairs(PAIRS, Judge(longer), 60.0, shuffle_order=False)
     assert seen[-1] is False
 
 
 @pytest.mark.parametrize("answer", [(1, 0, -1), np.array([1, 0, -1]), torch.tensor([1, 0, -1]), [np.int64(1), 0, -1]])
 def test_any_list_of_integers_is_taken(answer: Any) -> None:
-    found = judge_pairs(PAIRS, Judge(answer))
+    found = judge_pairs(PAIRS, Judge(answer), 60.0)
     assert found == [1, 0, -1]
     assert {type(verdict) for verdict in found} == {int}
 
@@ -79,14 +80,23 @@ def fails(*_: Any) -> list[int]:
 )
 def test_a_wrong_verdict_is_one_clear_error(answer: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        judge_pairs(PAIRS, Judge(answer))
+        judge_pairs(PAIRS, Judge(answer), 60.0)
 
 
 @pytest.mark.parametrize("texts", [["a"], ["a", "b", "c"]])
 def test_only_pairs_are_judged(texts: list[str]) -> None:
     with pytest.raises(InputError, match=rf"prompt row/7 has {len(texts)} completions"):
-        judge_pairs([*PAIRS, group(7, "x", texts)], Judge([0] * 4))
+        judge_pairs([*PAIRS, group(7, "x", texts)], Judge([0] * 4), 60.0)
 
 
 def test_no_groups_ask_no_judge() -> None:
-    assert judge_pairs([], Judge(fails)) == []
+    assert judge_pairs([], Judge(fails), 60.0) == []
+
+
+def test_a_judge_is_waited_for_no_longer_than_its_time() -> None:
+    def waits(*_: Any) -> list[int]:
+        threading.Event().wait(60)
+        return [0, 0, 0]
+
+    with pytest.raises(InputError, match=r"judge Judge took longer than 0\.05 s"):
+        judge_pairs(PAIRS, Judge(waits), 0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from scored import score_groups
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.scores import coroutines
+from lockstep.rollouts.scores import coroutines, guarded_call
 from lockstep.rollouts.scores.judges import judge_pairs
 from lockstep.rollouts.scores.reward_log import RewardLog
 
@@ -222,7 +223,7 @@ def test_user_code_that_ends_the_program_is_an_error_that_names_it(ending: BaseE
     calls = {
         "plain": lambda: rewards_of(ends),
         "coroutine": lambda: rewards_of(ends_later),
-        "judge": lambda: judge_pairs(pairs, Ends()),
+        "judge": lambda: judge_pairs(pairs, Ends(), 60.0),
     }
     with pytest.raises(InputError, match=f"(?i)ends.* raised {type(ending).__name__}"):
         calls[kind]()
@@ -263,8 +264,9 @@ def test_coroutine_rewards_run_beside_an_event_loop_that_runs_already() -> None:
     assert asyncio.run(cell()) == [[1.0] * 3] * 2
 
 
+@pytest.mark.parametrize("in_a_notebook", [False, True])
 def test_a_coroutine_reward_that_blocks_its_loop_is_waited_for_no_longer_than_its_time(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, in_a_notebook: bool
 ) -> None:
     """Its loop cannot cancel it."""
     monkeypatch.setattr(coroutines, "_GRACE", 0.01)
@@ -279,7 +281,7 @@ def test_a_coroutine_reward_that_blocks_its_loop_is_waited_for_no_longer_than_it
 
     try:
         with pytest.raises(InputError, match="blocks did not give way"):
-            asyncio.run(cell())
+            asyncio.run(cell()) if in_a_notebook else rewards_of(blocks, timeout=0.01)
     finally:
         done.set()
 
@@ -309,3 +311,30 @@ sys.settrace(lambda *_: None)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert found.stdout.split("\n")[:-1] == (["too slow"] if is_late else []) + ["traced"], found.stderr
+
+
+def test_a_function_that_returns_just_at_its_limit_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal of the limit comes when the function has returned, before the limit has ended."""
+    real, before = threading.Lock, signal.getsignal(signal.SIGVTALRM)
+    returned: list[bool] = []
+
+    class Late:
+        def __init__(self) -> None:
+            self._lock = real()
+
+        def __enter__(self) -> None:
+            if returned and threading.current_thread() is threading.main_thread():
+                signal.raise_signal(signal.SIGVTALRM)
+            self._lock.acquire()
+
+        def __exit__(self, *_: Any) -> None:
+            self._lock.release()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._lock, name)
+
+    monkeypatch.setattr(guarded_call.threading, "Lock", Late)
+    guarded_call.call_within(60, "reward function f", lambda: returned.append(True))
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGVTALRM) is before
+    assert not [t for t in threading.enumerate() if t.name == "lockstep-reward-limit"]

@@ -197,3 +197,25 @@ def test_a_slow_function_is_asked_within_a_share_of_the_time() -> None:
     proof._spent = 1000.0
     assert check(proof, groups, 1) == {"checked/asked_again": 0.0}
     assert calls == [9, 3]
+
+
+class Wavers:
+    """Gives other scores when it is asked again, and then fails."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, completions: list, **more: Any) -> list[float]:
+        self.calls += 1
+        if self.calls > 2:
+            raise ConnectionError("too many calls")
+        return [float(self.calls)] * len(completions)
+
+
+def test_a_function_that_differs_and_then_fails_twice_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    proof, scorer = asked([Wavers()])
+    groups = scored(scorer)
+    with caplog.at_level("WARNING"):
+        check(proof, groups)
+    assert caplog.text.count("fails when it is asked again") == 1
+    assert check(proof, groups, 1) == {}

@@ -19,6 +19,11 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "entropies first": ("GRPO", {**GROUPS, "top_entropy_quantile": 0.5}),
     "reference": ("GRPO", {**GROUPS, "beta": 0.1}),
     "top-p": ("GRPO", {**GROUPS, "top_p": 0.9}),
+    # At the second step the entropies are those of a policy with which the engine has not sampled.
+    "top-p, entropies of each step": (
+        "GRPO",
+        {**GROUPS, "top_p": 0.8, "top_entropy_quantile": 0.5, "num_iterations": 2},
+    ),
     "interrupted": ("GRPO", {**GROUPS, **INTERRUPTED, "max_completion_length": 12}),
     "PPO": ("PPO", {**ALONE, "num_iterations": 2}),
     "pairs": ("OnlineDPO", PAIRS),

@@ -24,7 +24,12 @@ EVERY_TWO: dict[str, Any] = {**GROUPS, "save_strategy": "steps", "save_steps": 2
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("dataloader_num_workers", 4), ("pad_to_multiple_of", 64), ("bf16_full_eval", True), ("fp16_full_eval", True)),
+        *(
+            ("dataloader_num_workers", 4),
+            ("pad_to_multiple_of", 64),
+            ("bf16_full_eval", True),
+            ("fp16_full_eval", True),
+        ),
         *(("prediction_loss_only", True), ("eval_accumulation_steps", 2), ("eval_do_concat_batches", False)),
         *(("include_for_metrics", ["loss"]), ("batch_eval_metrics", True)),
         *(("ddp_bucket_cap_mb", 25), ("ddp_find_unused_parameters", False)),

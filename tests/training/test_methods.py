@@ -148,7 +148,7 @@ def test_online_dpo_with_a_judge_prefers_as_the_judge_does(shape: dict[str, Any]
     drawn = drawn_of(SUBJECT, shape, run.temperature)
     seen = replace(drawn, rewards=[[None, None]] * len(verdicts))
     groups = groups_of(seen)
-    groups = [judged(g, v) for g, v in zip(groups, judge_pairs(groups, Fixed(verdicts)), strict=True)]
+    groups = [judged(g, v) for g, v in zip(groups, judge_pairs(groups, Fixed(verdicts), 60.0), strict=True)]
     drawn = replace(drawn, rewards=[values[v] for v in verdicts])
     (logged,) = check(SUBJECT, OnlineDPOObjective(run), shape, PAIRS.reference(run), drawn=drawn, groups=groups)
     assert logged["pairs/undecided"] == pytest.approx(verdicts.count(-1) / len(verdicts))

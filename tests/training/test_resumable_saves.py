@@ -24,6 +24,7 @@ def steps_saved(folder: Path) -> list[int]:
         ({"num_iterations": 2, "save_steps": 3, "logging_steps": 0.5}, [4, 6], [3, 4, 6]),
         # A checkpoint does not hold the sums of the next log.
         ({"save_steps": 2, "logging_steps": 5}, [2, 4, 6], [2, 4, 5, 6]),
+        ({"save_strategy": "epoch", "logging_steps": 5}, [4, 6], [4, 5, 6]),
     ],
     ids=str,
 )

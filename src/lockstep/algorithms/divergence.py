@@ -9,6 +9,8 @@ Each takes (N,) log-probs under the policy and under the reference model, and re
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -24,6 +26,24 @@ def k2(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
 
 def k3(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
     """(N,) ratio − 1 − log ratio, for the ratio reference / policy: unbiased and never negative."""
-    difference = ref_logps - logps
-    # expm1 keeps the precision where policy and reference are close.
-    return torch.expm1(difference) - difference
+    return _ExpMinusLinear.apply(ref_logps - logps)
+
+
+class _ExpMinusLinear(torch.autograd.Function):
+    """exp(d) − 1 − d, and its derivative exp(d) − 1.
+
+    PyTorch would compute the derivative as a difference of numbers near 1. Where policy and reference are close, only rounding
+    would be left of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, difference: torch.Tensor) -> torch.Tensor:
+        slope = torch.expm1(difference)
+        ctx.save_for_backward(slope)
+        return slope - difference
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_result: torch.Tensor) -> torch.Tensor:
+        (slope,) = ctx.saved_tensors
+        return of_result * slope

@@ -19,6 +19,7 @@ from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.methods.objective import TokenBatch
+from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
 from lockstep.training.step.loss_gradient import LossGradient
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -99,3 +100,60 @@ def test_every_pack_of_a_micro_batch_is_compared(wrong: int | None, tmp_path: Pa
     else:
         with pytest.raises(ProofError, match=f"of p{wrong}#0 "):
             flow.check()
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
+def test_pairs_of_long_completions_are_computed_as_exactly_as_their_proof_asks(loss_type: str, tmp_path: Path) -> None:
+    # Sums of 4,096 log-probs are some 3,000 nats; the margin between two of them is a few.
+    length, draw = 4096, np.random.default_rng(0)
+    objective = OnlineDPOObjective(
+        OnlineDPOConfig(output_dir=str(tmp_path), bf16=False, report_to=[], loss_type=loss_type, beta=0.1)
+    )
+    for pair in range(4):
+        sequences = []
+        for side in (1.0, -1.0):
+            logps = -draw.exponential(0.7, length)
+            sequences.append(
+                TrainingSequence(
+                    f"p{pair}#{int(side < 0)}",
+                    [5, 6],
+                    draw.integers(7, 90, length).tolist(),
+                    logps.tolist(),
+                    [side] * length,
+                    weight=1.0,
+                    ref_logps=logps + draw.normal(0.0, 0.02, length),
+                    unit=f"p{pair}",
+                )
+            )
+        compare(objective, sequences)
+
+
+@pytest.mark.parametrize("apart", [1e-6, 1e-4, 1e-2])
+def test_the_kl_of_a_policy_near_its_reference_is_computed_as_exactly_as_its_proof_asks(
+    apart: float, tmp_path: Path
+) -> None:
+    length, draw = 512, np.random.default_rng(0)
+    logps = -draw.exponential(0.7, length)
+    sequence = TrainingSequence(
+        "p0#0",
+        [5, 6],
+        draw.integers(7, 90, length).tolist(),
+        logps.tolist(),
+        [0.0] * length,
+        weight=1 / length,
+        ref_logps=logps + draw.normal(0.0, apart, length),
+    )
+    compare(GRPOObjective(GRPOConfig(output_dir=str(tmp_path), bf16=False, report_to=[], beta=0.04)), [sequence])
+
+
+def compare(objective: Any, sequences: list[TrainingSequence]) -> None:
+    """Prove the gradient of one pack."""
+    flow = LossGradient(objective)
+    (pack,) = pack_sequences(sequences, 1 << 20)
+    logps = pack.column("behaviour_logps").requires_grad_()
+    batch = TokenBatch.of(pack, TokenScores(logps, torch.ones(len(logps))))
+    flow.watch(batch)
+    objective.loss(batch, Tally()).backward()
+    flow.check()
+    assert logps.grad is not None
+    assert bool(logps.grad.any())

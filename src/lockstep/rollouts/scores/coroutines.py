@@ -1,7 +1,7 @@
 """Runs coroutine reward functions concurrently and waits for them, with a time limit.
 
-`rollouts/scores/rewards.py` calls it. A thread with a running event loop (for example in a notebook) cannot run a second loop. In
-that case the functions run in a new loop in another thread.
+`rollouts/scores/rewards.py` calls it. The functions run in a loop of their own in another thread. So a function that blocks this
+loop is waited for no longer than its time, and the calling thread may have a running loop (as in a notebook).
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ _GRACE = 1.0
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str) -> T:
-    """Run a coroutine that has its own time limit, and return its result. The calling thread may have a running loop.
+    """Run a coroutine that has its own time limit, and return its result.
 
     Args:
         timeout: the time limit of the coroutine, in seconds.
         names: names of the functions that it awaits, for the error.
 
     Raises:
-        InputError: the calling thread has a running loop, and a function blocked the new loop, so that it was not cancelled in
-            time. The new thread continues in the background. The process can end without it.
+        InputError: a function blocked the loop, so that it was not cancelled in time. The thread continues in the background. The
+            process can end without it.
     """
-    if not _in_a_loop():
-        return asyncio.run(coroutine)
     found: Future[T] = Future()
     threading.Thread(target=_settle, args=(found, coroutine, copy_context()), daemon=True).start()
     try:
@@ -65,11 +63,3 @@ def _settle(found: Future[T], coroutine: Coroutine[Any, Any, T], context: Contex
         found.set_result(context.run(asyncio.run, coroutine))
     except BaseException as error:  # noqa: BLE001 (the waiting thread raises it)
         found.set_exception(error)
-
-
-def _in_a_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

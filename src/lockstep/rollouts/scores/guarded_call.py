@@ -39,34 +39,34 @@ class _TooLate(BaseException):
     """Raised inside a function that takes too long. No `except Exception` of the function catches it."""
 
 
-def call_within(seconds: float, name: str, call: Callable[[], T]) -> T:
+def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
     """The result of a call.
 
     Args:
         seconds: the time limit. In the main thread it ends everything but C code that never returns to Python; in another thread it
             ends Python code, but no call that blocks.
-        name: the function, for messages.
+        what: what is called, for messages: `reward function NAME`.
 
     Raises:
         TooSlow: the call took longer.
     """
-    with _torch_as_before(name), _limit(seconds) as is_late:
+    with _torch_as_before(what), _limit(seconds) as is_late:
         try:
             return call()
         except _TooLate:
             is_late.set()
-    raise TooSlow(f"reward function {name} took longer than {seconds:g} s (reward_timeout)")
+    raise TooSlow(f"{what} took longer than {seconds:g} s (reward_timeout)")
 
 
 @contextmanager
 def _limit(seconds: float) -> Iterator[threading.Event]:
     """Raise `_TooLate` in this thread after the time, and again every second, until the block ends."""
     thread, ended, lock = threading.get_ident(), threading.Event(), threading.Lock()
-    raised = threading.Event()
+    raised, over = threading.Event(), [False]
     number = _SIGNAL if threading.current_thread() is threading.main_thread() else None
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        if not ended.is_set():
+        if not (over[0] or ended.is_set()):
             raise _TooLate
 
     def watch() -> None:
@@ -88,9 +88,16 @@ def _limit(seconds: float) -> Iterator[threading.Event]:
     try:
         yield ended
     finally:
+        # From here on the handler raises nothing, also if its signal is on its way.
+        try:
+            over[0] = True
+        except _TooLate:
+            over[0] = True
+        ended.set()
         with lock:
-            ended.set()
-        if raised.is_set():
+            # The watcher has raised by now what it will raise.
+            late = raised.is_set()
+        if late:
             _take_what_was_raised(thread)
         watcher.join()
         if number is not None:
@@ -116,7 +123,7 @@ def _take_what_was_raised(thread: int) -> None:
 
 
 @contextmanager
-def _torch_as_before(name: str) -> Iterator[None]:
+def _torch_as_before(function: str) -> Iterator[None]:
     """Restore PyTorch's gradient switch and default dtype after the block, and say what the function had changed."""
     gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     try:
@@ -124,13 +131,13 @@ def _torch_as_before(name: str) -> Iterator[None]:
     finally:
         if torch.is_grad_enabled() != gradients:
             torch.set_grad_enabled(gradients)
-            _say(name, "torch's gradients (set_grad_enabled)")
+            _say(function, "torch's gradients (set_grad_enabled)")
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
-            _say(name, "torch's default dtype (set_default_dtype)")
+            _say(function, "torch's default dtype (set_default_dtype)")
 
 
-def _say(name: str, what: str) -> None:
-    if (name, what) not in _SAID:
-        _SAID.add((name, what))
-        _logger.warning(f"reward function {name} changed {what} for the whole process; it is as before again")
+def _say(function: str, what: str) -> None:
+    if (function, what) not in _SAID:
+        _SAID.add((function, what))
+        _logger.warning(f"{function} changed {what} for the whole process; it is as before again")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.rollouts.scores.guarded_call import TooSlow, call_within
 from lockstep.rollouts.scores.reward_log import RewardLog
 from lockstep.rollouts.scores.rewards import RewardRaised, check_finished
 
@@ -35,18 +36,21 @@ class PairwiseJudge(Protocol):
         ...
 
 
-def judge_pairs(groups: Sequence[RolloutGroup], judge: PairwiseJudge, *, shuffle_order: bool = True) -> list[int]:
+def judge_pairs(
+    groups: Sequence[RolloutGroup], judge: PairwiseJudge, timeout: float, *, shuffle_order: bool = True
+) -> list[int]:
     """The rollout that the judge prefers in each group.
 
     Args:
         groups: groups of two rollouts each. Prompts that are messages are shown as paragraphs, `Role: content`.
+        timeout: seconds that the judge may take.
 
     Returns:
         One number per group, in order: 0 or 1, the index of the better rollout, or −1 for no verdict.
 
     Raises:
-        InputError: a group does not have two rollouts; or the judge raised, or returned a wrong number of verdicts or an invalid
-            one.
+        InputError: a group does not have two rollouts; or the judge raised, took too long, or returned a wrong number of verdicts
+            or an invalid one.
     """
     for group in groups:
         if len(group.rollouts) != 2:
@@ -60,8 +64,10 @@ def judge_pairs(groups: Sequence[RolloutGroup], judge: PairwiseJudge, *, shuffle
     prompts = [_text(group.prompt) for group in groups]
     completions = [[rollout.text for rollout in group.rollouts] for group in groups]
     try:
-        answer = judge.judge(prompts, completions, shuffle_order=shuffle_order)
-    except KeyboardInterrupt:
+        answer = call_within(
+            timeout, f"judge {name}", lambda: judge.judge(prompts, completions, shuffle_order=shuffle_order)
+        )
+    except (KeyboardInterrupt, TooSlow):
         raise
     except BaseException as error:
         raise RewardRaised(f"judge {name} raised {type(error).__name__}: {error}") from error
@@ -111,11 +117,15 @@ def _text(prompt: Prompt) -> str:
 class JudgeScorer:
     """A `Scorer` for pairs: 1 for the completion that a judge prefers, 0 for the other, no score without a verdict.
 
+    Args:
+        timeout: seconds that the judge may take for the pairs of a generation.
+
     Raises:
         InputError: the object has no method `judge`.
     """
 
     judge: PairwiseJudge
+    timeout: float
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.judge, "judge", None)):
@@ -126,7 +136,9 @@ class JudgeScorer:
     def score(self, groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
         # A pair with a rollout that failed has no better one.
         whole = [group for group in groups if all(rollout.failed is None for rollout in group.rollouts)]
-        verdicts = dict(zip((g.prompt.prompt_id for g in whole), judge_pairs(whole, self.judge), strict=True))
+        verdicts = dict(
+            zip((g.prompt.prompt_id for g in whole), judge_pairs(whole, self.judge, self.timeout), strict=True)
+        )
         return [judged(group, verdicts.get(group.prompt.prompt_id, NO_VERDICT)) for group in groups]
 
     def finish(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:

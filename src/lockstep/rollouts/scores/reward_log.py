@@ -14,7 +14,18 @@ from lockstep.errors import InputError
 # Names that a log line already has. A reward function that used one would hide the trainer's value.
 _TAKEN = ("loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "entropy", "kl", "aux_loss", "step_time")
 _TAKEN_FAMILIES = (
-    *("parity/", "time/", "engine/", "completions/", "sampling/", "push/", "update/", "checked/", "clip_ratio/", "staleness/"),
+    *(
+        "parity/",
+        "time/",
+        "engine/",
+        "completions/",
+        "sampling/",
+        "push/",
+        "update/",
+        "checked/",
+        "clip_ratio/",
+        "staleness/",
+    ),
     *("prompts/", "objective/", "logps/", "pairs/", "val/"),
 )
 

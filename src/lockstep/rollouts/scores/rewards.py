@@ -202,7 +202,9 @@ def _said(prompt: Prompt, rollout: Rollout) -> Any:
 
 def _call(function: RewardFunction, arguments: dict[str, Any], timeout: float) -> Any:
     try:
-        return call_within(timeout, reward_name(function), lambda: function(**_own_lists(arguments)))
+        return call_within(
+            timeout, f"reward function {reward_name(function)}", lambda: function(**_own_lists(arguments))
+        )
     except (KeyboardInterrupt, TooSlow):
         raise
     except BaseException as error:

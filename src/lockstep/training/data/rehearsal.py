@@ -60,7 +60,7 @@ def rehearse_judge(judge: PairwiseJudge, dataset: Dataset, config: OnlineConfig)
     pair = made_up_group(dataset, config)
     if callable(getattr(judge, "judge", None)) and pair is not None:
         with _named():
-            judge_pairs([pair], judge)
+            judge_pairs([pair], judge, config.reward_timeout)
 
 
 def made_up_group(dataset: Dataset, config: OnlineConfig) -> RolloutGroup | None:

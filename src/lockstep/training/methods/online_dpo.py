@@ -144,7 +144,8 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
     def loss(self, batch: TokenBatch, tally: Tally) -> torch.Tensor:
         beta = self.config.beta_of(self.epoch)
         ref_logps = batch.pack.column("ref_logps")
-        policy, reference = batch.segments.sums(batch.logps), batch.segments.sums(ref_logps)
+        # A margin of a few nats is a difference of sums of thousands. In float32 it would be rounded by more than a proof allows.
+        policy, reference = batch.segments.sums(batch.logps.double()), batch.segments.sums(ref_logps.double())
         chosen, rejected = _pairs(batch.rollouts)
         losses = preference_loss(
             policy[chosen], policy[rejected], reference[chosen], reference[rejected], beta, self.config.loss_type
@@ -162,7 +163,7 @@ class OnlineDPOObjective(Objective[OnlineDPOConfig]):
             tally.mean("objective/non_score_reward", -gains)
             tally.mean("objective/entropy", -policy)
         weights = batch.segments.means(batch.weights)
-        return (losses * weights[chosen]).sum()
+        return (losses * weights[chosen]).sum().to(batch.logps.dtype)
 
     def finish_step(self, tally: Tally) -> dict[str, float]:
         penalty = tally.figures().get("objective/non_score_reward", 0.0)

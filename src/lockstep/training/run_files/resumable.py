@@ -61,6 +61,11 @@ class ResumableSaves(TrainerCallback):
         if (control.should_save or control.should_training_stop) and args.logging_strategy != IntervalStrategy.NO:
             control.should_log = True
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # With `save_strategy: epoch` the checkpoint is asked for here.
+        if control.should_save and args.logging_strategy != IntervalStrategy.NO:
+            control.should_log = True
+
     def _last_whole(self, state: Any) -> int:
         """The step at which the last whole generation of the run ends."""
         return state.max_steps // self._steps * self._steps

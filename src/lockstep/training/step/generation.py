@@ -283,7 +283,9 @@ class Preparation:
 
         def entropies(asked: Sequence[TrainingSequence]) -> Scores:
             if moved:
-                return self.scores(policy, asked).entropies
+                # The engine has sampled with earlier weights. Nothing of this pass is compared with its answers.
+                with self._clock.phase("verify"):
+                    return self._score(policy, asked, measure=False).entropies
             return {s.name: s.entropies for s in asked if s.entropies is not None}
 
         return self._objective.prepare_step(sequences, entropies)

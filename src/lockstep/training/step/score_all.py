@@ -85,12 +85,12 @@ def score_all(
     """Score sequences.
 
     Args:
-        measure: whether to measure the gap to the engine's log-probs, and the draws. False for a reference model, which the
-            engine does not hold.
+        measure: whether to measure the gap to the engine's log-probs, and the draws. False for weights that the engine did not
+            sample with: those of a reference model, or of a policy that has moved since.
 
     Raises:
         ProofError: a log-prob of the policy is not finite, or a proof of drawn tokens fails.
-        InputError: a log-prob of a reference model is not finite.
+        InputError: a log-prob is not finite, and it is not measured.
     """
     logps: Scores = {}
     entropies: Scores = {}
@@ -104,7 +104,8 @@ def score_all(
             draws = draws + draws_of(pack.sequences, scores)
         elif not bool(torch.isfinite(scores.logps).all()):
             raise InputError(
-                "the reference model gives a sampled token no finite log-prob; look at its weights and dtype"
+                "the reference model, or the policy after an optimizer step, gives a sampled token no finite log-prob; look at its "
+                "weights and dtype, and at grad_norm"
             )
         for by_name, values in (
             (logps, scores.logps),

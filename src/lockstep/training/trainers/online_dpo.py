@@ -131,4 +131,4 @@ class OnlineDPOTrainer(OnlineTrainer[OnlineDPOConfig]):
             raise InputError(
                 "missing_eos_penalty is taken off a reward, and a judge gives none; leave one of the two out"
             )
-        return JudgeScorer(self._judge)
+        return JudgeScorer(self._judge, self.config.reward_timeout)

@@ -123,6 +123,8 @@ class AskedAgain:
             )
 
     def _leave_out(self, function: RewardFunction, why: str) -> None:
+        if function not in self._functions:
+            return
         self._functions.remove(function)
         _logger.warning(f"reward function {reward_name(function)} {why}; its scores are not compared any more")
 
@@ -148,7 +150,8 @@ class AskedAgain:
             "log_extra": lambda *args, **kwargs: None,
         }
         try:
-            answer: Any = call_within(self._timeout, reward_name(function), lambda: function(**arguments))
+            name = f"reward function {reward_name(function)}"
+            answer: Any = call_within(self._timeout, name, lambda: function(**arguments))
             found = [None if a is None or math.isnan(a) else float(a) for a in answer]
         except Exception as error:  # noqa: BLE001 - the user's code, which has answered before
             self._leave_out(function, f"fails when it is asked again ({type(error).__name__}: {error})")

@@ -99,7 +99,7 @@ class Proofs:
         self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer))
         settings.check_sampling(rules.sampling, "the distribution that the trainer scores")
         self.kept_sets = KeptSetStats()
-        self._draws, self._drawn, self._drawn_version = DrawEvidence(), DrawStats(), -1
+        self._draws, self._drawn, self._drawn_version, self._judged_version = DrawEvidence(), DrawStats(), -1, -1
         # Of the evaluations of this process.
         self._evaluated = DrawEvidence()
 
@@ -153,7 +153,7 @@ class Proofs:
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
         self._tail = GapTail(self.limit)
-        self._draws, self._drawn_version = DrawEvidence(), -1
+        self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
         for entry in self._receipt.entries:
             if "draws" in entry:
                 self._draws = DrawEvidence.of(entry["draws"])
@@ -312,8 +312,12 @@ class Proofs:
                 self._measure_quantisation(completions, version)
             limit = self._tail.limit
             pools = self._config.max_staleness or limit.is_coarse
-            self._check_limits(self._pool.add(gap, limit) if pools else gap, completions, version)
-            self.kept_sets = kept_sets
+            # Some generations are judged twice, with the same tokens. The pool gets them once, and sets are compared once.
+            again, self._judged_version = version == self._judged_version, version
+            pool = PooledGap() if again else self._pool
+            self._check_limits(pool.add(gap, limit) if pools else gap, completions, version)
+            if kept_sets.tokens or not again:
+                self.kept_sets = kept_sets
             kept_sets.check_mean(self.distribution.sampling, self._tail.limit)
 
     def check_evaluation(
