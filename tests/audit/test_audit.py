@@ -232,3 +232,18 @@ def test_inserted_ids_are_context_only(folder: Path, clean: list[Row], tmp_path:
     code, found = audited(folder, write(rows, tmp_path / "dump.jsonl"))
     assert code == 0
     assert f"{16 * 20} ids" in found["log-probs"]["says"]
+
+
+def test_a_text_may_have_ends_of_lines_that_are_none_of_the_files(
+    folder: Path, clean: list[Row], tmp_path: Path
+) -> None:
+    rows = [{**row, "text": "a\u2028b\u0085c"} for row in as_trl(clean)]
+    path = tmp_path / "dump.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    assert audited(folder, path)[0] == 0
+
+
+def test_a_dump_without_a_sampled_id_is_not_judged(folder: Path, clean: list[Row], tmp_path: Path) -> None:
+    rows = [{**row, "env_mask": [0] * len(row["completion_ids"])} for row in as_trl(clean)]
+    _, found = audited(folder, write(rows, tmp_path / "dump.jsonl"))
+    assert {finding["says"] for finding in found.values()} == {"no id of the dump was sampled"}

@@ -66,6 +66,7 @@ def test_words_win_over_the_file(tmp_path: Path) -> None:
         ([], "learning_rat: 3\n", "unknown field 'learning_rat' in"),
         ([], "learning_rate: fast\n", "invalid float value: 'fast'"),
         ([], "- a\n- b\n", "must hold fields with values"),
+        ([], "vllm_importance_sampling_clip_max: null\n", "vllm_importance_sampling_clip_max is null"),
         ([], "a: [\n", "is not YAML"),
         (
             ["--num_generations", "3", "--model_name_or_path", "m", "--dataset_name", "arithmetic"],
@@ -104,3 +105,16 @@ def test_a_name_with_a_slash_is_a_reward_model_and_looked_for_before_anything_st
     assert main([*words, "--reward_funcs", "accurate"]) == 2
     assert "not one of exact_match, accuracy, format" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_the_words_of_a_file_are_what_they_say(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        "save_strategy: no\nlogging_strategy: no\nbf16: no\nstop_strings: [no, on]\nstructured_outputs_choice: [yes, true]\n"
+        "presence_penalty: -1.0e-5\nend_of_thinking: '---'\nrun_name: -x\n"
+    )
+    _, made = build(read(["--config", str(config), "--output_dir", str(tmp_path)], "grpo"), GRPOConfig, RunArguments)
+    assert (made.save_strategy, made.logging_strategy, made.bf16) == ("no", "no", False)
+    assert made.stop_strings == ["no", "on"]
+    assert made.structured_outputs_choice == ["yes", "true"]
+    assert (made.presence_penalty, made.end_of_thinking, made.run_name) == (-1e-5, "---", "-x")

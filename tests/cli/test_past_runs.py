@@ -131,7 +131,8 @@ def test_a_run_ends_with_the_path_of_its_model_and_commands_that_exist(tmp_path:
     typed = ("--recipe", "agent", "--model_name_or_path", "m", "--use_peft", "--reward_funcs", "a b.py:f")
     said = "\n".join(next_lines(tmp_path, adapter=True, typed=typed))
     assert (
-        f"lockstep evaluate --recipe agent --reward_funcs 'a b.py:f' --model_name_or_path {tmp_path / 'merged'}" in said
+        f"lockstep evaluate --recipe agent --reward_funcs 'a b.py:f' --model_name_or_path {tmp_path / 'merged'} --use_peft False"
+        in said
     )
     assert said.startswith(f"adapter          {checkpoint}\n")
     assert f"lockstep merge {checkpoint} {tmp_path / 'merged'}" in said

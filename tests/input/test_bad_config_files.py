@@ -60,7 +60,7 @@ FILES = [
     Row("a switch that is neither", b"bf16: 7\n", "bf16"),
     Row("too large", b"# " + b"x" * (2 << 20), "more than 1 MiB"),
     Row("JSON that is cut", b'{"seed": 1', "is not YAML"),
-    Row("a value that looks like a field", b"output_dir: --seed\n", "output_dir|seed"),
+    Row("a value that looks like a field", b"max_steps: --seed\n", "invalid int value: '--seed'"),
     Row("a surrogate", b'output_dir: "\\ud800"\n', "not text"),
 ]
 

@@ -116,3 +116,13 @@ def test_work_before_the_panel_has_a_spinner_on_a_terminal() -> None:
     view.stop()
     with watched_by(view), busy("saving checkpoint-4"):
         assert out.has("saving checkpoint-4 · 0 s")
+
+
+def test_an_evaluation_of_several_sets_is_told_by_its_own_name() -> None:
+    view = view_of(Console(file=io.StringIO()), PhaseClock())
+    state = SimpleNamespace(global_step=3)
+    view.on_evaluate(None, state, None, {"eval_math_reward": 0.5, "eval_math_reward_ci95": 0.1})
+    assert view._evaluation == "math: 0.500 ± 0.100 at step 3"
+    view.on_evaluate(None, state, None, {"eval_reward": 0.25, "eval_reward_ci95": 0.05})
+    assert view._evaluation == "0.250 ± 0.050 at step 3"
+    view.on_evaluate(None, state, None, {"other": 1.0})

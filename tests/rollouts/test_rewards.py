@@ -338,3 +338,40 @@ def test_a_function_that_returns_just_at_its_limit_leaves_nothing_behind(monkeyp
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGVTALRM) is before
     assert not [t for t in threading.enumerate() if t.name == "lockstep-reward-limit"]
+
+
+def test_what_belongs_to_an_event_loop_may_live_as_long_as_the_run() -> None:
+    """As in TRL: a client or a semaphore of a module is bound to the loop in which it first waited."""
+    one_at_a_time, loops = asyncio.Semaphore(1), set()
+
+    async def waits(completions: list[str], **_: Any) -> list[float]:
+        async def one() -> None:
+            async with one_at_a_time:
+                await asyncio.sleep(0.001)
+
+        loops.add(asyncio.get_running_loop())
+        await asyncio.gather(*(one() for _ in range(3)))
+        return [1.0] * len(completions)
+
+    for _ in range(3):
+        assert rewards_of(waits) == [[1.0] * 3] * 2
+    assert len(loops) == 1
+
+
+def test_after_a_function_has_blocked_the_loop_the_next_one_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coroutines, "_GRACE", 0.01)
+    done = threading.Event()
+
+    async def blocks(**_: Any) -> list[float]:
+        done.wait(60)
+        return []
+
+    async def answers(completions: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    try:
+        with pytest.raises(InputError, match="blocks did not give way"):
+            rewards_of(blocks, timeout=0.01)
+        assert rewards_of(answers, timeout=5) == [[1.0] * 3] * 2
+    finally:
+        done.set()

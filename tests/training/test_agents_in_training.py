@@ -176,7 +176,9 @@ def test_the_command_writes_rollouts_with_their_ids_and_learns_nothing(untied_di
         "    answer = client.responses.create(model='x', input=row['prompt'], max_output_tokens=4)\n"
         "    return float(len(answer.output_text) > row['least'])\n"
     )
-    ROWS.select(range(3)).add_column("least", [0, 1, 2]).to_json(tmp_path / "data.jsonl")
+    # A date of a file of JSON lines is no JSON value any more.
+    days = [f"2026-11-2{i} 10:00:00" for i in range(3)]
+    ROWS.select(range(3)).add_column("least", [0, 1, 2]).add_column("day", days).to_json(tmp_path / "data.jsonl")
     words = {
         "model_name_or_path": untied_dir,
         "dataset_name": tmp_path / "data.jsonl",

@@ -108,3 +108,10 @@ def test_where_nothing_is_said_both_sides_take_bf16_exactly_where_it_is_fast(
 @pytest.mark.parametrize(("given", "meant"), [(True, "group"), (False, "none"), ("batch", "batch")])
 def test_scale_rewards_takes_trls_older_values(given: Any, meant: str) -> None:
     assert config(scale_rewards=given).scale_rewards == meant
+
+
+@pytest.mark.parametrize(
+    "fields", [BEST, {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}], ids=str
+)
+def test_where_an_evaluation_decides_it_is_by_its_reward(fields: dict[str, Any]) -> None:
+    assert config(**fields).metric_for_best_model == "reward"

@@ -174,9 +174,11 @@ def _rows(path: Path) -> Iterator[Row]:
             for batch in pq.ParquetFile(path).iter_batches(256):
                 yield from batch.to_pylist()
         elif path.suffix == ".json":
-            yield from _of_json(json.loads(path.read_text()))
+            yield from _of_json(json.loads(path.read_text(encoding="utf-8")))
         else:
-            yield from (json.loads(line) for line in path.read_text().splitlines() if line.strip())
+            # Not `splitlines`: a text may contain other ends of lines than "\n", such as U+2028.
+            with path.open(encoding="utf-8", newline="\n") as file:
+                yield from (json.loads(line) for line in file if line.strip())
     except (ValueError, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
 

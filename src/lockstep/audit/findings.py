@@ -75,6 +75,11 @@ def audit(
         for rollout in rollouts
         if rollout.tokens
     ]
+    if not scored:
+        return [
+            Finding(about, UNKNOWN, "no id of the dump was sampled")
+            for about in ("tokens", "weights", "log-probs", "draws")
+        ]
     missing = [s.rollout.name for s in scored if not np.isfinite(s.reported).all()]
     if missing:
         says = f"{len(missing)} rollouts have sampled ids without a finite log-prob, {missing[0]} first"

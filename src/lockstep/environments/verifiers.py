@@ -77,6 +77,8 @@ class VerifiersAgent:
             rows = self._request({"rows": {"size": size, "seed": seed, "evaluation": evaluation}}).result(_TIMEOUT)
         except LockstepError as error:
             raise InputError(f"verifiers environment {self.__name__}: {error}") from error
+        except TimeoutError as error:
+            raise InputError(f"verifiers environment {self.__name__} gave no rows within {_TIMEOUT:g} s") from error
         return Dataset.from_dict(
             {
                 "prompt": [row["prompt"] for row in rows],
@@ -118,10 +120,16 @@ class VerifiersAgent:
         except OSError as error:
             raise InputError(f"{self._command[0]} cannot be started: {error.strerror}") from error
         timer = threading.Timer(_TIMEOUT, process.kill)
+        timer.daemon = True
         timer.start()
         assert process.stdout is not None
-        reply = json.loads(process.stdout.readline() or '{"error": "its process ended"}')
+        line = process.stdout.readline() or '{"error": "its process ended"}'
         timer.cancel()
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            process.kill()
+            reply = {"error": f"its process printed {line!r:.80} in place of an answer"}
         if "error" in reply:
             process.wait()
             raise InputError(f"verifiers environment {self.__name__} cannot be loaded: {reply['error']}")

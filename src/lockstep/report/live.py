@@ -109,9 +109,12 @@ class LiveView(TrainerCallback):
             self._print(plain_line(state.global_step, state.max_steps, self._logged, self._left()))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], **kwargs: Any) -> None:
-        self._evaluation = (
-            f"{metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f} at step {state.global_step}"
-        )
+        # Of several evaluation sets, each is told alone, under its own name.
+        ending = "_reward_ci95"
+        for prefix in (key.removesuffix(ending) for key in metrics if key.endswith(ending)):
+            name = "" if prefix == "eval" else f"{prefix.removeprefix('eval_')}: "
+            mean, half = metrics[f"{prefix}_reward"], metrics[f"{prefix}{ending}"]
+            self._evaluation = f"{name}{mean:.3f} ± {half:.3f} at step {state.global_step}"
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.stop()

@@ -130,6 +130,7 @@ def _train(trainer: OnlineTrainer, checkpoint: Path | None) -> None:
         trainer.train()
     elif 0 < trainer.args.max_steps <= checkpoint_step(checkpoint):
         # Here the base class would take one more step.
+        trainer.check_resume(str(checkpoint))
         trainer._load_from_checkpoint(str(checkpoint))
         trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
     else:

@@ -121,12 +121,27 @@ def read(words: list[str], command: str) -> Given:
         raise InputError("give --config or --recipe once; the command line wins over the file")
     content = read_file(files[0]) if files else {}
     check_names(list(content), fields, files[0] if files else "")
+    _check_nulls(content, fields)
     check_names([w[2:].split("=")[0] for w in rest if w.startswith("--")], fields, "the command line")
     together = [*_words(content), *rest]
     _check_text(together)
     return Given(
         tuple(together), check_words(together, fields), known.dry_run, (known.recipe or [None])[0], tuple(words)
     )
+
+
+def _check_nulls(content: dict[str, Any], fields: dict[str, dict[str, Any]]) -> None:
+    """Refuse null for a field that has a default. It would get the default, and the file says something else.
+
+    Raises:
+        InputError: there is such a field.
+    """
+    for name, value in content.items():
+        default = fields.get(name, {}).get("default")
+        if value is None and default is not None:
+            raise InputError(
+                f"{name} is null, and a config file cannot say that; leave it out for {default!r}, or give a value"
+            )
 
 
 def _check_text(words: list[str]) -> None:
@@ -193,11 +208,13 @@ def _words(content: dict[str, Any]) -> list[str]:
     for name, value in content.items():
         if value is None or value == []:
             continue
-        words.append(f"--{name}")
         if isinstance(value, list):
-            words += [str(item) for item in value]
-        elif isinstance(value, dict):
-            words.append(json.dumps(value))
+            words += [f"--{name}", *map(_word, value)]
         else:
-            words.append(str(value))
+            # One word: a value may begin with a minus.
+            words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else _word(value)}")
     return words
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

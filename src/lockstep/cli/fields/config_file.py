@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -15,6 +15,7 @@ from lockstep.errors import InputError
 
 # Configs of all fields have a few KiB.
 _LARGEST = 1 << 20
+_BOOL = "tag:yaml.org,2002:bool"
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -59,7 +60,15 @@ def _check_value(path: str, name: Any, value: Any) -> None:
 
 
 class _Fields(yaml.SafeLoader):
-    """YAML without repeated keys, of which the last would win in silence, and without aliases, which can grow without bound."""
+    """YAML without repeated keys, of which the last would win in silence, and without aliases, which can grow without bound.
+
+    Only `true` and `false` are booleans. YAML 1.1 also reads yes, no, on and off as such, which are choices and texts of fields.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+        first: [(tag, form) for tag, form in forms if tag != _BOOL or first in "tTfF"]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):

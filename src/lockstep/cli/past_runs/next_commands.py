@@ -26,6 +26,8 @@ def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = Non
         lines.append(f"                 lockstep merge {_word(checkpoint)} {_word(model)}   makes a whole model of it")
     if typed is not None:
         words = [*_without(typed, ("--model_name_or_path", "--use_peft")), "--model_name_or_path", str(model)]
+        # The config file of the run may say it.
+        words += ["--use_peft", "False"] if adapter else []
         lines.append(f"                 lockstep evaluate {shlex.join(words)}")
     return [
         *lines,

@@ -193,6 +193,8 @@ class Ranks:
     def _waiting(self, name: str, whom: str) -> Iterator[None]:
         try:
             yield
+        except LockstepError:
+            raise
         except RuntimeError as error:
             # gloo has no separate error type for a peer that is late or gone.
             said = str(error).partition(". This is typically")[0].strip()[-160:]

@@ -1,7 +1,8 @@
 """Runs coroutine reward functions concurrently and waits for them, with a time limit.
 
-`rollouts/scores/rewards.py` calls it. The functions run in a loop of their own in another thread. So a function that blocks this
-loop is waited for no longer than its time, and the calling thread may have a running loop (as in a notebook).
+`rollouts/scores/rewards.py` calls it. All calls share one event loop, as in TRL: the user's clients and semaphores belong to the
+loop in which they were first used. The loop runs in a thread of its own. So a function that blocks it is waited for no longer than
+its time, and the calling thread may have a running loop (as in a notebook).
 """
 
 from __future__ import annotations
@@ -9,18 +10,46 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
-from contextvars import Context, copy_context
 from typing import Any, TypeVar
 
 from lockstep.errors import InputError
 
 T = TypeVar("T")
 
-# Seconds after the time limit in which the loop may cancel the functions and end.
+# Seconds after the time limit in which the loop may cancel the functions.
 _GRACE = 1.0
+
+
+class Interrupted(Exception):
+    """A function raised KeyboardInterrupt. In a task of the loop, KeyboardInterrupt itself would end the loop."""
+
+
+class _SharedLoop:
+    """The event loop of this process, in a thread. A forked process gets another one."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._process, self._starting = 0, threading.Lock()
+
+    def get(self) -> asyncio.AbstractEventLoop:
+        """The loop. It is started if it does not run."""
+        with self._starting:
+            if self._loop is None or self._loop.is_closed() or self._process != os.getpid():
+                self._loop, self._process = asyncio.new_event_loop(), os.getpid()
+                threading.Thread(target=_forever, args=(self._loop,), name="lockstep-rewards", daemon=True).start()
+            return self._loop
+
+    def leave(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let later calls have another loop, because something blocks this one."""
+        with self._starting:
+            if self._loop is loop:
+                self._loop = None
+
+
+_SHARED = _SharedLoop()
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str) -> T:
@@ -34,15 +63,25 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str)
         InputError: a function blocked the loop, so that it was not cancelled in time. The thread continues in the background. The
             process can end without it.
     """
-    found: Future[T] = Future()
-    threading.Thread(target=_settle, args=(found, coroutine, copy_context()), daemon=True).start()
+    loop = _SHARED.get()
+    found = asyncio.run_coroutine_threadsafe(_guarded(coroutine), loop)
     try:
         return found.result(timeout + _GRACE)
+    except Interrupted as error:
+        raise KeyboardInterrupt from error
     except TimeoutError as error:
+        if found.done():
+            raise
+        found.cancel()
+        _SHARED.leave(loop)
         raise InputError(
             f"reward function {names} did not give way to its event loop for {timeout:g} s; await what takes long, or make it a "
             "plain function"
         ) from error
+    except BaseException:
+        # Ctrl-C, while this thread waited.
+        found.cancel()
+        raise
 
 
 def is_coroutine_function(function: Any) -> bool:
@@ -58,8 +97,16 @@ def unwrapped(function: Any) -> Any:
     return function
 
 
-def _settle(found: Future[T], coroutine: Coroutine[Any, Any, T], context: Context) -> None:
+async def _guarded(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
-        found.set_result(context.run(asyncio.run, coroutine))
-    except BaseException as error:  # noqa: BLE001 (the waiting thread raises it)
-        found.set_exception(error)
+        return await coroutine
+    except KeyboardInterrupt as error:
+        raise Interrupted from error
+
+
+def _forever(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

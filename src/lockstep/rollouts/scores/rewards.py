@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from lockstep.errors import InputError
 from lockstep.images.reading import with_opened_images
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.scores.coroutines import is_coroutine_function, run_coroutine, unwrapped
+from lockstep.rollouts.scores.coroutines import Interrupted, is_coroutine_function, run_coroutine, unwrapped
 from lockstep.rollouts.scores.guarded_call import TooSlow, call_within
 from lockstep.rollouts.scores.reward_log import Extras, RewardLog
 
@@ -233,7 +233,9 @@ async def _awaited(function: RewardFunction, arguments: dict[str, Any]) -> Any:
         answer = function(**_own_lists(arguments))
         assert inspect.isawaitable(answer)
         return await answer
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except KeyboardInterrupt as error:
+        raise Interrupted from error
+    except asyncio.CancelledError:
         raise
     except BaseException as error:
         raise _raised(function, error) from error

@@ -197,7 +197,9 @@ class OnlineConfig(
         # transformers replaces None by a value of its own.
         self.asks_for_progress_bar = self.disable_tqdm is False
         check_fields(self)
-        if self.load_best_model_at_end and self.metric_for_best_model is None:  # type: ignore[has-type]
+        scheduler = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
+        by_metric = self.load_best_model_at_end or scheduler in ("reduce_lr_on_plateau", "greedy")
+        if by_metric and self.metric_for_best_model is None:  # type: ignore[has-type]
             # transformers would take the evaluation's loss, and an evaluation here has none.
             self.metric_for_best_model = "reward"
         if self.bf16 is None:

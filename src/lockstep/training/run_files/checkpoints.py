@@ -93,6 +93,9 @@ def guarded_save(output_dir: str | Path, step: int) -> Iterator[None]:
     """
     try:
         yield
+    except LockstepError:
+        # A failed proof, or another rank that has failed. It says itself what to do.
+        raise
     except (OSError, SafetensorError, RuntimeError) as error:
         # Python's files, safetensors and torch raise different errors when the disk is full.
         good = last_checkpoint(output_dir)
