@@ -44,6 +44,13 @@ def test_every_other_multiset_of_answers_is_refused(given_answers: list[int]) ->
             check_answers(asked, answers, [3])
 
 
+def test_an_id_that_the_model_does_not_have_is_refused() -> None:
+    check_answers([request(1)], [answer(request(1))], [3], 100)
+    largest = int(answer(request(1)).token_ids.max())
+    with pytest.raises(ProofError, match=f"came back with {largest} as a token id"):
+        check_answers([request(1)], [answer(request(1))], [3], largest)
+
+
 @pytest.mark.parametrize(
     ("changes", "proof"),
     [

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from largest import Largest
-from tiny import CONTEXT
+from model_families import make_family
+from tiny import CONTEXT, save
 
 from lockstep.engines import transformers_engine
+from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.tokens.tokenizer import load_tokenizer
 
@@ -32,3 +36,33 @@ def test_scores_hold_the_logits_of_a_few_rows_at_a_time(untied_dir: str, monkeyp
         logps = engine._model(input_ids=torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
     expected = logps.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(found), expected)
+
+
+def test_rows_that_have_ended_do_not_run_past_the_models_positions(tmp_path: Path) -> None:
+    """gpt2 has no positions after its context. A row goes on, unread, until its whole batch has ended."""
+    save(make_family("gpt2", n_positions=CONTEXT), tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    engine = TransformersEngine(str(tmp_path), tokenizer, dtype=torch.float32, max_model_len=CONTEXT)
+    engine.commit_version(0)
+    requests = [
+        GenerationRequest(RequestKey("a", n), prompt, Sampling(max_tokens=room), n)
+        for n, (prompt, room) in enumerate([([7] * (CONTEXT - 8), 4), ([7] * 3, CONTEXT // 2)])
+    ]
+    answers = engine.generate(requests)
+    assert len(answers[requests[0].key].token_ids) <= 4
+
+
+def test_a_batch_holds_as_many_rows_as_fit(untied_dir: str) -> None:
+    engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=100)
+    engine._max_num_seqs = 3
+
+    def sizes(*rows: tuple[int, int]) -> list[int]:
+        requests = [
+            GenerationRequest(RequestKey("a", n), [7] * length, Sampling(max_tokens=room), n)
+            for n, (length, room) in enumerate(rows)
+        ]
+        return [len(batch) for batch in engine._batches([engine._row(request) for request in requests])]
+
+    assert sizes(*[(10, 20)] * 7) == [3, 3, 1]
+    assert sizes((10, 90), (20, 80), (30, 20)) == [1, 1, 1]
+    assert sizes((10, 50), (50, 50), (51, 10)) == [2, 1]

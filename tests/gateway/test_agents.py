@@ -60,7 +60,20 @@ class TestFunctions:
 
         asyncio.run(all_of_them())
 
-    @pytest.mark.parametrize("error", [ValueError("no such tool"), SystemExit(3), KeyboardInterrupt()])
+    @pytest.mark.parametrize(
+        "error",
+        [
+            *(
+                ValueError("no such tool"),
+                SystemExit(3),
+                KeyboardInterrupt(),
+                asyncio.CancelledError(),
+                StopIteration(),
+            ),
+            ExceptionGroup("several", [ValueError("one")]),
+            BaseExceptionGroup("several", [asyncio.CancelledError()]),
+        ],
+    )
     def test_an_exception_fails_the_rollout(self, error: BaseException) -> None:
         def agent(*_: Any) -> None:
             raise error

@@ -158,6 +158,18 @@ class TestConversations:
         # The first turn was continued twice: the second time it is context.
         check_ids(watched, second, [2])
 
+    def test_what_the_client_said_itself_is_carried_over_by_id(self, watched: Watched, runs: Runs) -> None:
+        def agent(base_url: str, api_key: str, row: Any) -> None:
+            client = sdk(base_url, api_key)
+            items = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hello"}]
+            first = client.responses.create(model="x", input=items, max_output_tokens=4)
+            client.responses.create(model="x", input="and?", previous_response_id=first.id, max_output_tokens=4)
+
+        (rollout,) = runs(agent)
+        assert rollout.notes["agent"]["extended"] == 1
+        (whole,) = branches(rollout)
+        check_ids(watched, whole, [0, 1])
+
     def test_streams_give_the_same_turns(self, runs: Runs) -> None:
         def streaming(base_url: str, api_key: str, row: Any) -> None:
             client, messages = sdk(base_url, api_key), list(HELLO)

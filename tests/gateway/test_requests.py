@@ -133,6 +133,8 @@ class TestRefusals:
 
     def test_items_of_other_kinds_are_refused(self) -> None:
         assert refusal({"input": [{"type": "web_search_call", "id": "w"}]}, responses).param == "input[0]"
+        alone = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}]
+        assert refusal({"input": alone}, responses).param == "input"
 
 
 class TestWishes:
@@ -310,6 +312,13 @@ class TestJoining:
         )
         assert turns.longest([HELLO, answer("hi", {"b": 2, "a": 2}), HELLO], ()) is None
         assert turns.longest([{**HELLO, "content": "hello "}, answer("hi", {"a": 1, "b": 2}), HELLO], ()) is None
+
+    def test_half_of_a_character_is_a_text_like_any_other(self) -> None:
+        answer, cut = {"role": "assistant", "content": "hi"}, {"role": "user", "content": "\ud83d"}
+        turns = Turns()
+        known = self.add(turns, cut, answer)
+        assert turns.longest([cut, answer, HELLO], ()) is known
+        assert turns.longest([{**cut, "content": "\ud83e"}, answer, HELLO], ()) is None
 
     def test_other_tools_are_another_conversation(self) -> None:
         answer = {"role": "assistant", "content": "hi"}

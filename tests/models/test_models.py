@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,19 @@ def test_the_packaged_model_answers() -> None:
     )["input_ids"]
     answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, ids.shape[1] :])
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("pass", "False"),
+        ("torch.set_float32_matmul_precision('high')", "True"),
+        ("torch.set_float32_matmul_precision('highest')", "False"),
+        # The one of transformers' `tf32: true`. After it, `torch.get_float32_matmul_precision` raises an error.
+        ("torch.backends.fp32_precision = 'tf32'", "True"),
+    ],
+)
+def test_whether_a_gpu_rounds_float32_is_known_after_every_setting(setting: str, expected: str) -> None:
+    code = f"import torch; from lockstep.models.autocast import cuda_rounds_float32; {setting}; print(cuda_rounds_float32())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == expected

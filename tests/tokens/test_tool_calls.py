@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from draws import hold
@@ -147,6 +147,8 @@ def test_a_good_call_beside_a_malformed_one_is_read() -> None:
         ("[" * 100_000, "not valid JSON"),
         ('{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}", "not valid JSON"),
         ('{"name": "f", "arguments": {"a": "\\ud800"}}', "half of a character"),
+        ('{"name": "f", "arguments": {"a": 1e999}}', "a number that is too large"),
+        ('{"name": "f", "id": "\\ud800"}', "half of a character"),
         ("", "not valid JSON"),
     ],
 )
@@ -196,6 +198,25 @@ def test_a_call_within_the_thinking_is_no_call() -> None:
     turn = read("qwen3", f"<think>\n{_HERMES}")
     assert not turn.calls
     assert turn.content == ""
+
+
+def test_bare_words_of_gemma_are_words_also_where_they_begin_like_a_literal_or_a_number() -> None:
+    call = "<|tool_call>call:f{nullable:true,2fa:1,true:null,day:2024-01-05,n:-1.5e3,v:1.2.3,w:nullable}<tool_call|>"
+    (found,) = read("gemma-4", call).calls
+    day, version = "2024-01-05", "1.2.3"
+    assert found.arguments == {
+        **{"nullable": True, "2fa": 1, "true": None},
+        **{"day": day, "n": -1500.0, "v": version, "w": "nullable"},
+    }
+
+
+@pytest.mark.parametrize("properties", [None, {"city": True}])
+def test_a_schema_that_says_nothing_of_an_argument_is_taken(properties: Any) -> None:
+    family = "qwen3.5, thinking off"
+    function = {"name": "look_up", "parameters": {"type": "object", "properties": properties}}
+    extension = Extension(tokenizer_of(family), end_ids_of(family), tools=[{"type": "function", "function": function}])
+    (call,) = extension.read(ids_of(family, _XML)).calls
+    assert call.arguments == {"city": "Paris", "count": 3}
 
 
 def test_the_schema_of_a_tool_says_what_is_text() -> None:

@@ -177,8 +177,8 @@ def _rows(path: Path) -> Iterator[Row]:
             yield from _of_json(json.loads(path.read_text(encoding="utf-8")))
         else:
             # Not `splitlines`: a text may contain other ends of lines than "\n", such as U+2028.
-            with path.open(encoding="utf-8", newline="\n") as file:
-                yield from (json.loads(line) for line in file if line.strip())
+            with path.open(encoding="utf-8", newline="\n") as lines:
+                yield from (json.loads(line) for line in lines if line.strip())
     except (ValueError, OSError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
 

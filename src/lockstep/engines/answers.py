@@ -168,8 +168,9 @@ def check_answer(
     lengths = (len(answer.token_ids), len(answer.logprobs), len(answer.weight_versions))
     if len(set(lengths)) != 1:
         raise _mismatch("logprobs", f"request {request.key} has {lengths} tokens, log-probs and versions")
-    if answer.token_ids.min() < 0:
-        raise _mismatch("keys", f"request {request.key} came back with {int(answer.token_ids.min())} as a token id")
+    for strange in (answer.token_ids.min(), answer.token_ids.max()):
+        if strange < 0 or (vocab_size is not None and strange >= vocab_size):
+            raise _mismatch("keys", f"request {request.key} came back with {int(strange)} as a token id")
     if not np.isfinite(answer.logprobs).all():
         raise _mismatch("logprobs", f"request {request.key} has a log-prob that is not finite")
     if answer.sampled is not None and (len(answer.sampled) != lengths[0] or not answer.sampled.any()):

@@ -8,7 +8,7 @@ generator, and records the exact log-prob of each sampled token.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -169,12 +169,25 @@ class TransformersEngine:
         rows = [self._row(request) for request in requests]
         # Rows of similar length, put together, need the fewest pad positions.
         rows.sort(key=lambda row: len(row.prompt_ids))
-        for start in range(0, len(rows), self._max_num_seqs):
-            batch = rows[start : start + self._max_num_seqs]
+        for batch in self._batches(rows):
             self._run(batch, deadline)
             for row in batch:
                 assert self._version is not None
                 inbox.answer(self._completion(row), [self._version], self._vocab_size)
+
+    def _batches(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+        """Rows that are computed together. A row that has ended goes on to the end of its batch, which must fit the context."""
+        batch: list[_Row] = []
+        longest = budget = 0
+        for row in rows:
+            longest = max(longest, len(row.prompt_ids))
+            budget = max(budget, row.request.sampling.max_tokens)
+            if batch and (len(batch) == self._max_num_seqs or longest + budget > self._max_model_len):
+                yield batch
+                batch, longest, budget = [], len(row.prompt_ids), row.request.sampling.max_tokens
+            batch.append(row)
+        if batch:
+            yield batch
 
     def _row(self, request: GenerationRequest) -> _Row:
         grammar = request.sampling.grammar

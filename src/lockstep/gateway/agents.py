@@ -76,7 +76,8 @@ class Agent:
         return checked_reward(found, f"agent {self.name}")
 
     async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
-        found: Future[Any] = Future()
+        # Not as the exception of the future: a cancellation would be one of this rollout, and StopIteration is not allowed there.
+        found: Future[tuple[Any, BaseException | None]] = Future()
 
         def work() -> None:
             assert self.function is not None
@@ -84,17 +85,18 @@ class Agent:
                 result: Any = self.function(base_url, api_key, dict(row))
                 if inspect.isawaitable(result):
                     result = asyncio.run(_awaited(result))
-                found.set_result(result)
             except BaseException as error:  # noqa: BLE001 - raised below
-                found.set_exception(error)
+                found.set_result((None, error))
+            else:
+                found.set_result((result, None))
 
         # A thread per rollout: an agent that blocks holds up no other agent and not the gateway.
         threading.Thread(target=work, name="lockstep-agent", daemon=True).start()
         # Shielded: at the time limit the thread goes on, and still sets its result.
-        try:
-            return await asyncio.shield(asyncio.wrap_future(found))
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        result, error = await asyncio.shield(asyncio.wrap_future(found))
+        if error is not None:
             raise AgentFailed(f"agent {self.name} raised {type(error).__name__}: {error}") from error
+        return result
 
     async def _execute(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
         assert self.command is not None

@@ -65,7 +65,8 @@ def _digests(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> li
     state = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
     found = []
     for message in messages:
-        text = normal_form(message).encode()
+        # A client may send half of a character.
+        text = normal_form(message).encode(errors="surrogatepass")
         state.update(len(text).to_bytes(8, "big") + text)
         found.append(state.copy().digest())
     return found

@@ -178,13 +178,15 @@ class Recording:
             ) from error
         parsed = extension.read(turn.token_ids)
         answer = self._written(call, extension, turn, parsed, name, created, len(context))
-        self._messages[answer.name] = (*messages, answer.as_message())
+        conversation = (*messages, answer.as_message())
+        # Instructions are not carried over, as in OpenAI's API.
+        self._messages[answer.name] = conversation[call.instructions is not None :]
         # The template gets a turn as it was sampled, with its thinking, which most clients do not send back.
         before, asked, reasons = _earlier(known, messages, new)
         said = _with_ids(parsed.message, answer)
         added = KnownTurn((*before, *new, said), context, turn.token_ids, asked, (*reasons, turn.finish_reason))
-        self._turns.add(added, self._messages[answer.name], call.tools)
-        self._last = self._messages[answer.name], added
+        self._turns.add(added, conversation, call.tools)
+        self._last = conversation, added
         return answer
 
     def _whole(self, call: Call) -> tuple[Message, ...]:
@@ -193,8 +195,7 @@ class Recording:
         if call.previous is not None:
             if call.previous not in self._messages:
                 raise bad_value("previous_response_id", "previous_response_id names no response of this rollout")
-            # Instructions are not carried over, as in OpenAI's API.
-            earlier = tuple(m for i, m in enumerate(self._messages[call.previous]) if i or m["role"] != "system")
+            earlier = self._messages[call.previous]
         return (*([call.instructions] if call.instructions is not None else []), *earlier, *call.messages)
 
     def _context(self, extension: Extension, known: KnownTurn | None, new: tuple[Message, ...]) -> Ids:

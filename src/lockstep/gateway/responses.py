@@ -82,6 +82,8 @@ def messages_of(items: list[Any]) -> list[Message]:
         if reasoning and messages[-1]["role"] == "assistant":
             messages[-1][THINKING] = reasoning
         reasoning = ""
+    if not messages:
+        raise bad_value("input", "input has no message")
     return messages
 
 

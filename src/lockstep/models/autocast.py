@@ -8,3 +8,11 @@ import torch
 def autocast_dtype(device: str, otherwise: torch.dtype) -> torch.dtype:
     """Autocast's dtype on a kind of device (`torch.device.type`), or `otherwise` if autocast is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else otherwise
+
+
+def cuda_rounds_float32() -> bool:
+    """Whether CUDA multiplies float32 numbers in fewer bits (TF32).
+
+    `torch.get_float32_matmul_precision` raises an error after `tf32: true`, with which transformers uses PyTorch's newer setting.
+    """
+    return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")

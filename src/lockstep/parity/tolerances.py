@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.models.autocast import cuda_rounds_float32
+
 # Probability that the largest gap of a step without a fault is over its limit, if the tail is as modelled. Then one in a thousand
 # runs of a thousand steps stops without a fault.
 FALSE_ALARM = 1e-6
@@ -116,5 +118,5 @@ def gradient_limit(trainer: torch.dtype) -> float:
     if trainer not in (torch.float32, torch.float64):
         return 0.4
     # Products in TF32 have 11 bits. Not measured here.
-    coarse = torch.cuda.is_available() and torch.get_float32_matmul_precision() != "highest"
+    coarse = torch.cuda.is_available() and cuda_rounds_float32()
     return 0.1 if coarse else 0.05

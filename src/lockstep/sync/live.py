@@ -20,6 +20,7 @@ from lockstep.engines.protocol import TensorSpec
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.models.autocast import cuda_rounds_float32
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.models.quantised import is_quantised
 from lockstep.shards.model import sharded
@@ -126,7 +127,7 @@ def _check_merge(model: torch.nn.Module, source: PlainSource, name: str, merged:
     inputs = _inputs(base, merged, version)
     shards = sharded(model)
     bias = source.tensor(f"{layer_name}.bias") if f"{layer_name}.bias" in source.names else None
-    with torch.no_grad(), _without_dropout(layer), torch.autocast(merged.device.type, enabled=False):
+    with torch.no_grad(), without_dropout(layer), torch.autocast(merged.device.type, enabled=False):
         # The layer runs alone here. Its sharded weights must be gathered, because no forward of the whole model gathers them.
         with nullcontext() if shards is None else shards.whole_around(layer):
             layer_output = layer(inputs)
@@ -166,7 +167,7 @@ def _merged_output(
 
 
 def _tolerance(weight: torch.Tensor) -> float:
-    tensor_cores = weight.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    tensor_cores = weight.is_cuda and cuda_rounds_float32()
     return _HALF_TOLERANCE if is_quantised(weight) or tensor_cores else _TOLERANCES.get(weight.dtype, _HALF_TOLERANCE)
 
 
@@ -175,7 +176,7 @@ def _is_wider(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
 
 
 @contextmanager
-def _without_dropout(layer: torch.nn.Module) -> Iterator[None]:
+def without_dropout(layer: torch.nn.Module) -> Iterator[None]:
     """Switch off the layer's dropout in this context.
 
     The other modules stay in training mode, because in evaluation mode 4-bit weights are packed and never unpacked.

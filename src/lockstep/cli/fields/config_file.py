@@ -65,7 +65,7 @@ class _Fields(yaml.SafeLoader):
     Only `true` and `false` are booleans. YAML 1.1 also reads yes, no, on and off as such, which are choices and texts of fields.
     """
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
         first: [(tag, form) for tag, form in forms if tag != _BOOL or first in "tTfF"]
         for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }

@@ -14,8 +14,8 @@ from lockstep.errors import InputError, ProofError
 from lockstep.tokens.arrays import chosen
 from lockstep.tokens.kept_ids import KeptIds
 
-# Top-k keeps every id whose logit equals the k-th largest. In bfloat16 many logits are equal.
-_TIES = 256
+# Top-k keeps every id whose logit equals the k-th largest. In bfloat16 many logits are equal: at most so many, or this share of k.
+_TIES, _SHARE_OF_TIES = 256, 0.25
 # Rounding of a log-prob in float32.
 _ROUNDING = 1e-3
 
@@ -70,7 +70,7 @@ def _check_ids(answer: Completion, kept: KeptIds, vocab_size: int | None) -> Non
 
 def _check_rules(sampling: Sampling, answer: Completion, kept: KeptIds) -> None:
     sizes, logprobs = kept.sizes, answer.sampled_logprobs.astype(np.float64)
-    if sampling.top_k and sizes.max() > sampling.top_k + _TIES:
+    if sampling.top_k and sizes.max() > sampling.top_k + max(_TIES, _SHARE_OF_TIES * sampling.top_k):
         raise _kept_ids_error(answer, f"has a set of {sizes.max()} kept ids, with top_k={sampling.top_k}")
     if (np.abs(logprobs[sizes == 1]) > _ROUNDING).any():
         raise _kept_ids_error(answer, "has a set of one kept id, and the log-prob of that id is not 0")

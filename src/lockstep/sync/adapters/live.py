@@ -21,6 +21,7 @@ from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model
 from lockstep.models.quantised import dequantised, is_quantised
 from lockstep.sync.adapters.source import AdapterSource, BaseSource
+from lockstep.sync.live import without_dropout
 from lockstep.sync.source import Manifest
 
 # Number of layers that are compared per push.
@@ -50,7 +51,7 @@ def check_adapter_live(model: torch.nn.Module, source: AdapterSource, manifest: 
         weight = base.tensor(f"{layer}.weight")
         bias = base.tensor(f"{layer}.bias") if f"{layer}.bias" in base.names else None
         inputs = _inputs(module.get_base_layer(), version)
-        with torch.autocast(inputs.device.type, enabled=False):
+        with without_dropout(module), torch.autocast(inputs.device.type, enabled=False):
             layer_delta = module.lora_B[adapter](module.lora_A[adapter](inputs.to(module.lora_A[adapter].weight.dtype)))
             sent_delta = linear(linear(inputs.float(), down.float()), up.float())
             _check_close(

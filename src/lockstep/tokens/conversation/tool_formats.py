@@ -82,7 +82,12 @@ def _call(value: Any, arguments_key: str = "arguments") -> ToolCall:
 def _checked(name: str, arguments: Any, call_id: str | None = None) -> ToolCall:
     if not isinstance(arguments, dict):
         raise BadCall("has arguments that are not a JSON object")
-    if SURROGATE.search(name) or SURROGATE.search(json.dumps(arguments, ensure_ascii=False)):
+    try:
+        said = json.dumps([name, arguments, call_id], ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        # 1e999 is a number of JSON, and no float.
+        raise BadCall("has a number that is too large") from error
+    if SURROGATE.search(said):
         raise BadCall("contains a control token, or half of a character")
     return ToolCall(name, arguments, call_id)
 
@@ -230,6 +235,10 @@ def _typed(value: str, schema: Mapping[str, Any]) -> Any:
         return value
 
 
+def _mapping(schema: Any) -> Mapping[str, Any]:
+    return schema if isinstance(schema, Mapping) else {}
+
+
 def _tagged(name: re.Pattern[str], argument: re.Pattern[str], end: re.Pattern[str], schemas: Schemas) -> Any:
     """A function that reads a name, then all arguments, then the end of a call."""
 
@@ -238,9 +247,10 @@ def _tagged(name: re.Pattern[str], argument: re.Pattern[str], end: re.Pattern[st
         if head is None:
             raise BadCall("has no name")
         at, values = head.end(), {}
-        properties = schemas.get(head[1], {}).get("properties", {})
+        # A schema may say true in place of a mapping, or null.
+        properties = _mapping(_mapping(schemas.get(head[1])).get("properties"))
         while found := argument.match(text, at):
-            values[found[1]] = _typed(found[2], properties.get(found[1], {}))
+            values[found[1]] = _typed(found[2], _mapping(properties.get(found[1])))
             at = found.end()
         tail = end.match(text, at)
         if tail is None:
@@ -274,7 +284,9 @@ def _glm(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
     return _between(text, mark("<tool_call>"), mark("</tool_call>"), read)
 
 
-_BARE_VALUE = re.compile(r"(true|false|null|-?\d[\d.eE+-]*)|([\w.-]+)")
+_BARE_KEY = re.compile(r"[\w.-]+")
+# A literal or a number, or a bare word. `2024-01-05` and `nullable` are words.
+_BARE_VALUE = re.compile(r"(true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?)(?![\w.+-])|([\w.+-]+)")
 
 
 def _gemma(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
@@ -298,7 +310,8 @@ def _gemma(text: str, mark: Mark, schemas: Schemas) -> FoundCalls:
         values: list[Any] = []
         at = _skip_space(text, at + 1)
         while not text.startswith(end, at):
-            one, at = value_at(text, at)
+            key = _BARE_KEY.match(text, at) if keyed else None
+            one, at = (key[0], key.end()) if key is not None else value_at(text, at)
             at = _skip_space(text, at)
             if keyed:
                 if not text.startswith(":", at):
