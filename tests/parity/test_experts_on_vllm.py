@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +11,13 @@ from conftest import needs_vllm
 from model_families import save_family
 from stages import stage_on
 
+from benchmarks.proofs.expert_routing import measured_on
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.decomposition import Decomposition, decompose
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.tolerances import tolerance
 from lockstep.verify.faults.weights import FAULTS
 from lockstep.verify.stage import Stage
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from expert_routing import measured_on
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 
