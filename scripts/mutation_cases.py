@@ -1462,8 +1462,8 @@ MUTATIONS = [
     Mutation(
         "the entropies of a moved policy are compared with the engine's sets",
         "training/step/generation.py",
-        "return self._score(policy, asked, measure=False).entropies",
-        "return self._score(policy, asked, measure=True).entropies",
+        "return self.scores(policy, asked, measure=False).entropies",
+        "return self.scores(policy, asked, measure=True).entropies",
         "tests/training/test_draws_in_training.py::test_every_sampled_token_is_bet_on_once",
     ),
     Mutation(
@@ -1475,8 +1475,8 @@ MUTATIONS = [
     ),
     Mutation(
         "each call of coroutine rewards has a loop of its own",
-        "rollouts/scores/coroutines.py",
-        "if self._loop is None or self._loop.is_closed() or self._process != os.getpid():",
+        "rollouts/loop_thread.py",
+        "if self.loop is None or self.loop.is_closed() or self._process != os.getpid():",
         "if True:",
         "tests/rollouts/test_rewards.py::test_what_belongs_to_an_event_loop_may_live_as_long_as_the_run",
     ),

@@ -25,19 +25,18 @@ CONTEXT = 512
 # Tokens that the template puts around a result, up to the next turn.
 AROUND = 3
 
+# The shape of SmolLM2-135M.
+SHAPE_135M = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+}
 SIZES: dict[str, dict[str, Any]] = {
-    # The shape of SmolLM2-135M.
-    "135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "vocab_size": 49152,
-        "max_position_embeddings": 2048,
-        "scale": 0.004,
-    },
+    "135m": {**SHAPE_135M, "max_position_embeddings": 2048, "scale": 0.004},
     "tiny": {"vocab_size": 512},
 }
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.against_trl.tool_model import SHAPE_135M
+
 Row = dict[str, Any]
 # Largest number of positions in one forward, for every program. It is also the context length of the models.
 POSITIONS = 40_960
@@ -48,15 +50,6 @@ class Sizes:
     dtypes: tuple[str, ...] = field(default=("float32", "bfloat16"))
 
 
-_SHAPE_135M = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-}
 _SHAPE_TINY = {
     "vocab_size": 384,
     "hidden_size": 48,
@@ -67,7 +60,7 @@ _SHAPE_TINY = {
     "head_dim": 16,
 }
 FULL = Sizes(
-    shape=_SHAPE_135M,
+    shape=SHAPE_135M,
     trees=(4096, 32768),
     tokens=(1024, 8192, 32768),
     chain=32768,

@@ -56,6 +56,7 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
     from lockstep.cli.fields.data import data_of
     from lockstep.cli.training import acting_arguments
     from lockstep.tasks.rewards import load_reward
+    from lockstep.training.run_files.rollout_files import kind_in_json
 
     if config.world_size > 1:
         raise InputError("lockstep gateway runs in one process; start it without torchrun")
@@ -73,15 +74,11 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
     finally:
         trainer.close()
     # Nothing that was sampled is lost to a column that is not JSON, such as a picture.
-    lines = [json.dumps(line, ensure_ascii=False, default=_kind) for group in groups for line in lines_of(group)]
+    lines = [json.dumps(line, ensure_ascii=False, default=kind_in_json) for group in groups for line in lines_of(group)]
     Path(arguments.rollouts_file).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     count = sum(len(group.rollouts) for group in groups)
     print(f"lockstep gateway: {count} rollouts of {len(groups)} prompts are in {arguments.rollouts_file}", flush=True)
     return 0
-
-
-def _kind(value: Any) -> str:
-    return f"<{type(value).__name__}>"
 
 
 def lines_of(group: Any) -> Iterator[dict[str, Any]]:

@@ -133,6 +133,9 @@ def sampled_logps(
         kept: whether to score them among the engine's kept ids, if there are any.
     """
     sets, places = sets_of_all(completion) if kept else None, completion.sampled_places
+    if not len(places):
+        # A rollout may have ended before its first sampled token.
+        return torch.zeros(0)
     # Nothing reads the ids after the last sampled one, and `Completion.pictures` has no pictures of them.
     count = int(places[-1]) + 1
     sets = None if sets is None else sets.part(0, count)

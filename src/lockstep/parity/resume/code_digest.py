@@ -28,7 +28,9 @@ _INSTALLED = tuple(str(Path(sysconfig.get_paths()[kind]).resolve()) for kind in 
 
 
 def code_digest(function: Any) -> str:
-    """Hex digest of a function, a callable object, or a model with its weights."""
+    """Hex digest of a function, a callable object, a model with its weights, or a command as text."""
+    if isinstance(function, str):
+        return text_digest(function)
     return text_digest("\n".join(sorted(_Walk(function).parts)))
 
 

@@ -20,7 +20,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.rollouts.programs.content import Content, Process, content_of, giving, printable, shows_no_images
-from lockstep.rollouts.programs.workers import LoopThread, Raised, TookTooLong, Worker, in_thread
+from lockstep.rollouts.programs.workers import Raised, TookTooLong, ToolLoop, Worker, in_thread
 from lockstep.rollouts.scores.coroutines import is_coroutine_function
 
 Schema = dict[str, Any]
@@ -125,7 +125,7 @@ class ToolCalls:
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.process: Process = shows_no_images
-        self.loop = LoopThread()
+        self.loop = ToolLoop()
         # The turns whose rollouts wait for calls: these calls, ended ones too, with the names of their functions.
         self._open: list[dict[asyncio.Task[Any], str]] = []
         # The functions that took long.

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from lockstep.errors import LockstepError
+from lockstep.rollouts.loop_thread import LoopThread
 
 # Seconds in which a loop that is not blocked starts a new coroutine.
 _ALIVE = 1.0
@@ -79,7 +80,7 @@ class Worker:
             del item, function, found
 
 
-class LoopThread:
+class ToolLoop:
     """A thread with an event loop, for coroutine functions. Calls run concurrently.
 
     It is not the loop that talks to the engine. Therefore a coroutine function that blocks its loop stops no sampling. If a
@@ -87,8 +88,7 @@ class LoopThread:
     """
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = threading.Lock()
+        self._thread = LoopThread("lockstep-tools")
 
     async def run(self, function: Callable[[], Awaitable[Any]], limit: float) -> Any:
         """The result of `await function()`.
@@ -97,27 +97,18 @@ class LoopThread:
             TookTooLong: it did not come within `limit` seconds.
             Raised: the function raised an error.
         """
-        loop = self._started()
+        loop = self._thread.get()
         found = asyncio.run_coroutine_threadsafe(_guarded(function), loop)
         try:
             return await _within(asyncio.wrap_future(found), limit)
         except TookTooLong:
-            if self._loop is loop and not await _gives_way(loop):
-                self._loop = None
+            if self._thread.loop is loop and not await _gives_way(loop):
+                self._thread.leave(loop)
             raise
 
     def end(self) -> None:
         """End the thread, unless a call blocks it."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
-
-    def _started(self) -> asyncio.AbstractEventLoop:
-        with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_forever, args=(self._loop,), name="lockstep-tools", daemon=True).start()
-            return self._loop
+        self._thread.end()
 
 
 async def in_thread(function: Callable[[], Any], limit: float, name: str = "lockstep-tool") -> Any:
@@ -161,11 +152,3 @@ async def _gives_way(loop: asyncio.AbstractEventLoop) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def _forever(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()

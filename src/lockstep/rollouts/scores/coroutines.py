@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import os
-import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from lockstep.errors import InputError
+from lockstep.rollouts.loop_thread import LoopThread
 
 T = TypeVar("T")
 
@@ -27,29 +26,7 @@ class Interrupted(Exception):
     """A function raised KeyboardInterrupt. In a task of the loop, KeyboardInterrupt itself would end the loop."""
 
 
-class _SharedLoop:
-    """The event loop of this process, in a thread. A forked process gets another one."""
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._process, self._starting = 0, threading.Lock()
-
-    def get(self) -> asyncio.AbstractEventLoop:
-        """The loop. It is started if it does not run."""
-        with self._starting:
-            if self._loop is None or self._loop.is_closed() or self._process != os.getpid():
-                self._loop, self._process = asyncio.new_event_loop(), os.getpid()
-                threading.Thread(target=_forever, args=(self._loop,), name="lockstep-rewards", daemon=True).start()
-            return self._loop
-
-    def leave(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let later calls have another loop, because something blocks this one."""
-        with self._starting:
-            if self._loop is loop:
-                self._loop = None
-
-
-_SHARED = _SharedLoop()
+_SHARED = LoopThread("lockstep-rewards")
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str) -> T:
@@ -102,11 +79,3 @@ async def _guarded(coroutine: Coroutine[Any, Any, T]) -> T:
         return await coroutine
     except KeyboardInterrupt as error:
         raise Interrupted from error
-
-
-def _forever(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()

@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from lockstep.report.completions import Row
+from lockstep.training.run_files.rollout_files import kind_in_json
 
 NAME = "completions"
 
@@ -67,7 +68,7 @@ def markdown_of(columns: Sequence[str], data: Sequence[Sequence[Any]]) -> str:
 def _cell(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
-    return json.dumps(value, ensure_ascii=False, default=lambda found: f"<{type(found).__name__}>")
+    return json.dumps(value, ensure_ascii=False, default=kind_in_json)
 
 
 def _markdown(value: Any) -> str:

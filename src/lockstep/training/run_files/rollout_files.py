@@ -153,16 +153,16 @@ def _once(rows: Sequence[tuple[RolloutGroup, Any, Any, Any]]) -> list[str]:
     """The prompt of each row as JSON. It is made once per group."""
     made: dict[int, str] = {}
     return [
-        made.get(id(group)) or made.setdefault(id(group), json.dumps(group.prompt.source, default=_kind))
+        made.get(id(group)) or made.setdefault(id(group), json.dumps(group.prompt.source, default=kind_in_json))
         for group, *_ in rows
     ]
 
 
 def _json(value: Any) -> str | None:
-    return json.dumps(value, default=_kind) if value else None
+    return json.dumps(value, default=kind_in_json) if value else None
 
 
-def _kind(value: Any) -> str:
+def kind_in_json(value: Any) -> str:
     """What stands in JSON for a value that JSON has no type for, such as a picture."""
     return f"<{type(value).__name__}>"
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.parity.receipt import text_digest
 from lockstep.parity.resume.code_digest import code_digest
 from lockstep.parity.resume.inputs import data_digest
 from lockstep.rollouts.group import Prompt
@@ -83,9 +82,7 @@ def run_inputs(
         for place, one in enumerate([given] if alone else several):
             if one is not None:
                 name = getattr(one, "__name__", type(one).__name__)
-                found[f"{kind} {name}" + (f" ({place + 1})" if f"{kind} {name}" in found else "")] = (
-                    text_digest(one) if isinstance(one, str) else code_digest(one)
-                )
+                found[f"{kind} {name}" + (f" ({place + 1})" if f"{kind} {name}" in found else "")] = code_digest(one)
     settings = json.loads(json.dumps(curve_settings(config), default=str))
     return {
         "data": {f"{part} data": data_digest(prompts) for part, prompts in data.items()},

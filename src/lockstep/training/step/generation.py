@@ -284,8 +284,7 @@ class Preparation:
         def entropies(asked: Sequence[TrainingSequence]) -> Scores:
             if moved:
                 # The engine has sampled with earlier weights. Nothing of this pass is compared with its answers.
-                with self._clock.phase("verify"):
-                    return self._score(policy, asked, measure=False).entropies
+                return self.scores(policy, asked, measure=False).entropies
             return {s.name: s.entropies for s in asked if s.entropies is not None}
 
         return self._objective.prepare_step(sequences, entropies)
@@ -328,14 +327,17 @@ class Preparation:
         """Drop old log-probs of a sequence with a gradient: the policy stays the same until the step, whose forward gives them."""
         return sequence.but(old_logps=None) if self._objective.has_gradient(sequence) else sequence
 
-    def scores(self, policy: Policy, sequences: Sequence[TrainingSequence]) -> AllScores:
+    def scores(self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool = True) -> AllScores:
         """Scores of sequences under the current policy. Every rank calls this.
+
+        Args:
+            measure: as in `score_all`.
 
         Raises:
             ProofError: a log-prob is not finite.
         """
         with self._clock.phase("verify"):
-            return self._score(policy, sequences, measure=True)
+            return self._score(policy, sequences, measure=measure)
 
     def _score(self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool) -> AllScores:
         def own() -> AllScores:

@@ -59,8 +59,6 @@ class ExplainedGap:
             completions: the sampled completions. The worst one is scored again, and up to two others.
             version: the weight version of the trainer.
         """
-        # A rollout may have ended before its first sampled token.
-        completions = [c for c in completions if len(c.sampled_places)]
         chosen = _short_enough(sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED])
         try:
             found = decompose(
