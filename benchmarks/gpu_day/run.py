@@ -1,27 +1,35 @@
 """Run all GPU measurements on a borrowed machine that has no network and no vLLM, and print a table per measurement.
 
-    make gpu-day-wheels                                        (before, on a machine with a package registry)
-    make gpu-day                                               (on the GPU machine: all parts)
-    make gpu-day ARGS="--only attention verify --seconds 560"  (two parts, in at most 560 seconds)
-    make gpu-day ARGS=--rehearse                               (tiny sizes on a CPU, to see that the code runs)
+    make gpu-day-wheels                               (before, on a machine with a package registry)
+    make gpu-day ARGS="broken --seconds 280"          (on the GPU machine: what is broken)
+    make gpu-day ARGS="slow --seconds 300"            (what is slow)
+    make gpu-day ARGS="exact --seconds 150"           (what is exact)
+    make gpu-day ARGS="slow --only sdpa digests"      (two parts of a call)
+    make gpu-day ARGS="broken --rehearse"             (tiny sizes on a CPU, to see that the code runs)
 
-Each part is a function of `parts.py`. It runs in a separate process with a time limit: a part that fails or hangs loses
-only its own remaining rows. In the folder `runs/gpu_day`, `rows.jsonl` gets each row as soon as it is measured, `gpu_day.json`
-and `gpu_day.md` are written again after each part, and `log.txt` has the output of the parts. Parts that are not in this call
+Each part is a function of `broken.py`, `slow.py`, `exact.py` or `parts.py`. It runs in a separate process with a time limit: a part
+that fails or hangs loses only its own remaining rows. The parts of `broken` and of `exact` run beside each other, because they
+measure no time. In the folder `runs/gpu_day`, `PART.jsonl` gets each row as soon as it is measured, `gpu_day.json` and `gpu_day.md`
+are written again after each part, and `PART.log` has its output. Parts that are not in this call
 keep their rows of an earlier call. The exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +54,8 @@ class Part:
         function: name of the part's function in `parts.py`.
         seconds: time limit of the part.
         columns: columns of the table. The JSON file has all figures.
-        size: index in `Sizes.tokens`, for the part `learning`.
+        size: index in `Sizes.tokens` for the part `learning`; the share of the part `runs`.
+        file: the module with the function.
     """
 
     title: str
@@ -54,39 +63,58 @@ class Part:
     seconds: int
     columns: tuple[str, ...]
     size: int | None = None
+    file: str = "parts"
 
 
 _COST = ("seconds", "MiB")
 _LEARNING = ("work", "dtype", "way", *_COST, "step seconds", "÷ lockstep")
-PARTS = {
+_TOLD = ("what", "is", "passed")
+_PROOFS = ("model", "dtype", "proof", "figure", "limit", "passed")
+BROKEN = {
     "machine": Part("The machine", "machine", 60, ("what", "is")),
-    "attention": Part(
-        "Attention of one layer, forward and backward, against SDPA in float32",
-        "attention",
-        240,
-        ("pack", "tokens", "dtype", "way", "values", "gradients", *_COST),
+    "interfaces": Part("What must be there", "interfaces", 120, _TOLD, file="broken"),
+    "suite": Part("The project's tests on this device", "suite", 270, ("what", "is", "frames"), file="broken"),
+    **{
+        f"runs-{number}": Part("Runs of three steps", "runs", 240, ("run", "gap", "loss", "device"), number, "broken")
+        for number in range(3)
+    },
+    "proofs": Part("lockstep verify", "proofs", 240, _PROOFS, file="broken"),
+    "faults": Part("lockstep verify --self-test", "faults", 260, _PROOFS, file="broken"),
+    "waits": Part("Waits of the host in one step", "waits", 200, ("phase", "place", "waits"), file="broken"),
+    "groups": Part("NCCL and FSDP2 with one rank", "groups", 200, _TOLD, file="broken"),
+    "order": Part("Digests and streams", "order", 60, _TOLD, file="broken"),
+}
+_STEP = ("way", "work", "seconds", "step seconds", "GPU seconds", "launches", "MiB", "each", "phases")
+SLOW = {
+    "sdpa": Part(
+        "Attention of one layer, forward and backward",
+        "sdpa",
+        90,
+        ("pack", "way", "first pack", "ms of a new pack", "ms again", "ms of the plan", "launches"),
+        file="slow",
+    ),
+    "digests": Part("Digests of weights on the device", "digests", 40, ("way", "MB", "seconds", "GB/s"), file="slow"),
+    "timeline": Part("The learning half of a step of 0.5B", "timeline", 100, _STEP, file="slow"),
+    "variants": Part(
+        "FlexAttention's compiled variants",
+        "variants",
+        90,
+        ("heads", "dtype", "seconds", "graphs", "fell back", "memory of a pack, MiB"),
+        file="slow",
     ),
     "passes": Part(
         "Forward and backward of a group of completions in bf16 autocast; gradients against the reference",
         "passes",
-        300,
+        60,
         ("work", "way", "gradients", *_COST),
     ),
-    "chain": Part("The same for one text without branches", "chain", 200, ("work", "way", "gradients", *_COST)),
-    "learning-1024": Part("The learning half of a step beside TRL's", "learning", 120, _LEARNING, 0),
-    "learning-8192": Part("The same with longer completions", "learning", 200, _LEARNING, 1),
-    "learning-32768": Part("The same with the longest completions", "learning", 400, _LEARNING, 2),
-    "push": Part(
-        "A push of weights from GPU to GPU over NCCL, and over gloo through main memory",
-        "push",
-        200,
-        ("way", "what", "devices", "MB", "seconds", "GB/s", "digests"),
-    ),
-    "host": Part("Host cost, microseconds of processor time per sampled token", "host", 150, ("work", "µs per token")),
-    "limits": Part(
-        "Training with the transformers engine and all proofs: largest gaps, beside the limits of parity/tolerances.py",
-        "limits",
-        300,
+}
+EXACT = {
+    "repeats": Part("The same run twice", "repeats", 140, ("run", "is"), file="exact"),
+    "gaps": Part(
+        "Gaps of clean steps, and one fault",
+        "gaps",
+        140,
         (
             "model",
             "dtype",
@@ -100,16 +128,42 @@ PARTS = {
             "tail",
             "stopped",
         ),
+        file="exact",
     ),
-    "verify": Part("lockstep verify", "verify", 300, ("dtype", "proof", "figure", "limit", "passed")),
 }
+# What takes longer than a borrowed quarter of an hour.
+MORE = {
+    "attention": Part(
+        "Attention of one layer, forward and backward, against SDPA in float32",
+        "attention",
+        240,
+        ("pack", "tokens", "dtype", "way", "values", "gradients", *_COST),
+    ),
+    "chain": Part("The same for one text without branches", "chain", 200, ("work", "way", "gradients", *_COST)),
+    "learning-1024": Part("The learning half of a step beside TRL's", "learning", 120, _LEARNING, 0),
+    "learning-8192": Part("The same with longer completions", "learning", 200, _LEARNING, 1),
+    "learning-32768": Part("The same with the longest completions", "learning", 400, _LEARNING, 2),
+    "push": Part(
+        "A push of weights from GPU to GPU over NCCL, and over gloo through main memory",
+        "push",
+        200,
+        ("way", "what", "devices", "MB", "seconds", "GB/s", "digests"),
+    ),
+    "host": Part("Host cost, microseconds of processor time per sampled token", "host", 150, ("work", "µs per token")),
+}
+CALLS = {"broken": BROKEN, "slow": SLOW, "exact": EXACT, "more": MORE}
+PARTS = {name: part for parts in CALLS.values() for name, part in parts.items()}
+_WRITING = threading.Lock()
+# Parts that run at a time.
+_BESIDE = {"broken": 5, "exact": 2}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--seconds", type=float, default=1700, help="time limit of all parts together")
+    parser.add_argument("call", choices=CALLS, nargs="?", default="broken")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--seconds", type=float, default=280, help="time limit of all parts together")
     parser.add_argument("--folder", type=Path, default=Path("runs/gpu_day"))
     parser.add_argument("--wheels", type=Path, default=WHEELS, help="folder of wheels that this machine needs")
     parser.add_argument("--collect-wheels", action="store_true", help="download them into that folder, and stop")
@@ -131,22 +185,31 @@ def main(argv: Sequence[str] | None = None) -> int:
                 unpack(args.wheels, Path(site))
             except subprocess.SubprocessError as error:
                 print(f"the wheels of {args.wheels} do not fit this Python, so its own packages are used: {error}")
-        ended = [run_apart(name, args.folder, site, end, rehearse=args.rehearse) for name in args.only]
-    print(f"\nwritten to {args.folder}/gpu_day.md, gpu_day.json, rows.jsonl, log.txt")
+        names = args.only or list(CALLS[args.call])
+        with ThreadPoolExecutor(1 if args.rehearse else _BESIDE.get(args.call, 1)) as beside:
+            ended = list(
+                beside.map(lambda name: run_apart(name, args.folder, site, end, rehearse=args.rehearse), names)
+            )
+    print(f"\nwritten to {args.folder}/gpu_day.md, gpu_day.json, and per part PART.jsonl and PART.log")
     return 0 if all(ended) else 1
 
 
 def run_part(name: str, folder: Path, *, rehearse: bool) -> None:
     """Run a part in this process, and write each of its rows as soon as it is measured."""
-    from benchmarks.gpu_day import parts
     from benchmarks.gpu_day.measuring import FULL, REHEARSAL
 
     # A part may work in another directory.
     folder = folder.resolve()
     part, sizes = PARTS[name], REHEARSAL if rehearse else FULL
-    function: Callable[..., Iterator[Row]] = getattr(parts, part.function)
-    for row in function(sizes) if part.size is None else function(sizes, sizes.tokens[part.size]):
+    module = importlib.import_module(f"benchmarks.gpu_day.{part.file}")
+    function: Callable[..., Iterator[Row]] = getattr(module, part.function)
+    for row in function(sizes) if part.size is None else function(sizes, _given(part, sizes)):
         write(folder, name, row)
+
+
+def _given(part: Part, sizes: Any) -> int:
+    assert part.size is not None
+    return sizes.tokens[part.size] if part.function == "learning" else part.size
 
 
 def run_apart(name: str, folder: Path, site: str, end: float, *, rehearse: bool) -> bool:
@@ -165,24 +228,30 @@ def run_apart(name: str, folder: Path, site: str, end: float, *, rehearse: bool)
     if limit < 10:
         write(folder, name, {"status": "not begun: no time was left"})
     else:
-        status = _outcome(command, folder / "log.txt", _environment(site), limit)
+        status = _outcome(command, folder / f"{name}.log", _environment(site), limit)
         write(folder, name, {"status": status, "part seconds": time.monotonic() - start})
-    found = read(folder)
-    (folder / "gpu_day.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-    (folder / "gpu_day.md").write_text("\n".join(table(own, found[own]) for own in PARTS if own in found))
-    print(table(name, found[name]), flush=True)
+    with _WRITING:
+        found = read(folder)
+        (folder / "gpu_day.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        (folder / "gpu_day.md").write_text("\n".join(table(own, found[own]) for own in PARTS if own in found))
+        print(table(name, found[name]), flush=True)
     return found[name]["status"] == "done" and not any(is_failure(row) for row in found[name]["rows"])
 
 
 def _outcome(command: Sequence[str], log: Path, environment: Mapping[str, str], limit: float) -> str:
     """Run a process until it ends or reaches its time limit. Returns how it ended."""
-    with log.open("ab") as output:
-        began = output.tell()
+    with log.open("wb") as output:
+        part = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
         try:
-            code = subprocess.run(command, stdout=output, stderr=output, env=environment, timeout=limit).returncode
+            code = part.wait(limit)
         except subprocess.TimeoutExpired:
             return f"stopped after {limit:.0f} s"
-    said = log.read_bytes()[began:].decode(errors="replace").strip().splitlines()
+        finally:
+            # The part may have started processes of its own.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(part.pid, signal.SIGKILL)
+            part.wait()
+    said = log.read_text(errors="replace").strip().splitlines()
     return "done" if code == 0 else f"exit code {code}: {said[-1][:600] if said else 'no output'}"
 
 
@@ -238,28 +307,33 @@ def _pip(command: str, *arguments: str) -> None:
 
 def write(folder: Path, name: str, row: Row) -> None:
     """Append a row of a part."""
-    with (folder / "rows.jsonl").open("a") as rows:
-        rows.write(json.dumps({"part": name, **row}, ensure_ascii=False) + "\n")
+    with _rows(folder, name).open("a") as rows:
+        rows.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def forget(folder: Path, name: str) -> None:
     """Remove the rows of a part that an earlier call wrote."""
-    rows = folder / "rows.jsonl"
-    lines = rows.read_text().splitlines() if rows.exists() else []
-    rows.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["part"] != name))
+    _rows(folder, name).unlink(missing_ok=True)
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
     """Status, seconds and rows of each part."""
     found: dict[str, dict[str, Any]] = {}
-    for line in (folder / "rows.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        own = found.setdefault(row.pop("part"), {"status": "did not end", "part seconds": 0.0, "rows": []})
-        if "status" in row:
-            own |= row
-        else:
-            own["rows"].append(row)
+    for name in PARTS:
+        if not _rows(folder, name).exists():
+            continue
+        own = found[name] = {"status": "did not end", "part seconds": 0.0, "rows": []}
+        for line in _rows(folder, name).read_text().splitlines():
+            row = json.loads(line)
+            if "status" in row:
+                own |= row
+            else:
+                own["rows"].append(row)
     return found
+
+
+def _rows(folder: Path, name: str) -> Path:
+    return folder / f"{name}.jsonl"
 
 
 def is_failure(row: Row) -> bool:
@@ -276,7 +350,8 @@ def table(name: str, found: dict[str, Any]) -> str:
         lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(_shown(row.get(column)) for column in columns)} |" for row in found["rows"]]
     failed = [row for row in found["rows"] if "failed" in row]
-    lines += [f"\n{row.get('work', row.get('pack', ''))}, {row['way']}: {row['failed']}" for row in failed]
+    names = ("work", "pack", "way", "what", "run", "model", "dtype", "heads")
+    lines += [f"\n{', '.join(str(row[n]) for n in names if n in row)}: {row['failed']}" for row in failed]
     return "\n".join(lines)
 
 

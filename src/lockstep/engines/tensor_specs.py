@@ -59,10 +59,13 @@ def begin_specs(named: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], tuple
     known = _read_in_this_push.get()
     known = {} if known is None else known
     reading: list[Future[str]] = []
+    written: dict[torch.device, torch.cuda.Event] = {}
     for _, tensor in named:
         identity = _identity(tensor)
         if identity not in known:
-            known[identity] = _POOL.submit(tensor_digest, tensor)
+            if tensor.is_cuda and tensor.device not in written:
+                written[tensor.device] = torch.cuda.current_stream(tensor.device).record_event()
+            known[identity] = _POOL.submit(_digest_after, written.get(tensor.device), tensor)
         reading.append(known[identity])
     # The result holds no reference to the tensors, because the caller may free them before it waits for the digests.
     outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
@@ -107,6 +110,13 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """Hex xxh3-128 of a tensor's elements in row-major order."""
     flat = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
     return xxhash.xxh3_128_hexdigest(flat.numpy().data)
+
+
+def _digest_after(written: torch.cuda.Event | None, tensor: torch.Tensor) -> str:
+    """`tensor_digest` of what the tensor holds after an event of the stream that wrote it. This thread has a stream of its own."""
+    if written is not None:
+        torch.cuda.current_stream(tensor.device).wait_event(written)
+    return tensor_digest(tensor)
 
 
 def codes_digest(codes: torch.Tensor, scales: torch.Tensor) -> str:

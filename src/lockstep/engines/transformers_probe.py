@@ -74,9 +74,9 @@ def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> tor
         return module(probe_inputs(seed, name, size, has_bias=module.bias is not None).to(module.weight)).flatten()
     if _is_gated_experts(module):
         weights = module.get_parameter("down_proj")
-        chosen = torch.tensor(probe_experts(seed, name, len(weights), every=every))[:, None]
+        chosen = torch.tensor(probe_experts(seed, name, len(weights), every=every), device=weights.device)[:, None]
         inputs = expert_input(seed, name, weights.shape[1]).to(weights).expand(len(chosen), -1).contiguous()
-        return module(inputs, chosen.to(weights.device), torch.ones_like(chosen, dtype=weights.dtype)).flatten()
+        return module(inputs, chosen, torch.ones_like(chosen, dtype=weights.dtype)).flatten()
     return torch.cat([p.detach().flatten() for p in module.parameters(recurse=False)])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.errors import InputError
 from lockstep.shards.passes import Passes
 
 # The attribute that computes something as a forward of the model: FSDP gathers and frees the weights around it.
@@ -26,6 +27,9 @@ class FsdpWeights:
         passes: of this run.
         device: the device of this rank.
         autocast: dtype of the forward's autocast; None: there is none.
+
+    Raises:
+        InputError: this PyTorch is older than 2.13.
     """
 
     title = "FSDP2"
@@ -39,8 +43,18 @@ class FsdpWeights:
         autocast: torch.dtype | None,
     ) -> None:
         from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import (
+            FSDPModule,
+            MixedPrecisionPolicy,
+            fully_shard,
+            register_fsdp_forward_method,
+        )
 
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            # Without it the ranks wait for each other where an expert has a gradient on some of them only.
+            raise InputError(
+                f"FSDP2 needs PyTorch 2.13 or newer, and this is {torch.__version__}: install a newer one, or train without fsdp"
+            )
         self._model = model
         self._units: list[Any] = [model, *layers]
         mesh = DeviceMesh.from_group(passes.group, device.type)
@@ -58,7 +72,8 @@ class FsdpWeights:
         fully_shard(model, mesh=mesh, mp_policy=of_rest, reshard_after_forward=False)
         for unit in self._units:
             unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(device.type == "cpu")
+            # With a factor of 1 this is the same number, and every backend and dtype has it.
+            unit.set_force_sum_reduction_for_comms(True)
             # A tensor may have a gradient on some ranks only, such as an expert's.
             unit.set_reduce_scatter_unused_params(True)
             # `fully_shard` gives the module a class of its own. Who reads the class's name must find the model's.

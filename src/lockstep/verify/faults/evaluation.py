@@ -54,7 +54,7 @@ def _other_bases(stage: Stage) -> Iterator[None]:
 def _turned(table: torch.Tensor) -> torch.Tensor:
     """A (positions, 2 × n) table of cosines and sines, for other frequencies. Those of position 1 give the frequencies."""
     cosines, sines = table[1].chunk(2)
-    angles = torch.arange(len(table))[:, None] * torch.atan2(sines, cosines) ** 1.3
+    angles = torch.arange(len(table), device=table.device)[:, None] * torch.atan2(sines, cosines) ** 1.3
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
@@ -78,13 +78,14 @@ def _transformers_window(stage: Stage) -> Patch:
 
     def near(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> torch.Tensor:
         length, seen = query.shape[-2], key.shape[-2]
-        distance = torch.arange(seen - length, seen)[:, None] - torch.arange(seen)
+        places = torch.arange(seen, device=query.device)
+        distance = places[seen - length :, None] - places
         mask = (distance >= 0) & (distance < _WINDOW)
         given = more.pop("attn_mask", None)
         more["is_causal"] = False
         if given is not None:
             mask = mask & (given if given.dtype == torch.bool else given == 0)
-        return attention(query, key, value, attn_mask=mask.to(query.device), **more)
+        return attention(query, key, value, attn_mask=mask, **more)
 
     def served(inbox: Any) -> None:
         with patch.object(sdpa.torch.nn.functional, "scaled_dot_product_attention", near):
