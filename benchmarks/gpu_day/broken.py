@@ -200,7 +200,7 @@ _PARTS = 3
 
 def proofs(sizes: Sizes) -> Iterator[Row]:
     """`lockstep verify` with the transformers engine on tiny models and on the shape of a real one."""
-    kinds = [*sizes.models, "qwen3_moe"]
+    kinds = ["pictures", "qwen3_moe", *(["shape"] if sizes.repeats > 1 else [])]
     for kind, dtype in itertools.product(kinds, sizes.dtypes):
         with tempfile.TemporaryDirectory() as folder:
             path = save_model(sizes, Path(folder) / "shape") if kind == "shape" else _model(Path(folder), kind)
@@ -385,15 +385,19 @@ _FOLDERS += ("images", "shards", "tokens", "tasks", "environments")
 
 
 def suite(sizes: Sizes) -> Iterator[Row]:
-    """The project's own tests on this device, without vLLM, by outcome; and each failure with its innermost line of Lockstep."""
-    full = sizes.repeats > 1
+    """The project's own tests on this device, without vLLM, by outcome; and each failure with its innermost line of Lockstep.
+
+    The variable `GPU_DAY_TESTS` may name a file with one test per line; then only these run.
+    """
+    full, chosen = sizes.repeats > 1, os.environ.get("GPU_DAY_TESTS")
     folders = [f"tests/{name}" for name in _FOLDERS] if full else ["tests/algorithms"]
+    folders = [f"@{chosen}"] if chosen else folders
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.jsonl"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "benchmarks.gpu_day.failures"]
         command += ["-m", "not vllm and not long and not release", "--timeout", "90", "--dist", "loadfile"]
         command += ["-n", "11" if full else "0", "--tb", "short", "-o", "addopts=", *folders]
-        environment = {**os.environ, "GPU_DAY_FAILURES": str(results)}
+        environment = {**os.environ, "GPU_DAY_FAILURES": str(results), "OMP_NUM_THREADS": "1"}
         with (Path(folder) / "log").open("w") as log:
             try:
                 limit = _SUITE_SECONDS if full else 500
@@ -410,4 +414,4 @@ def suite(sizes: Sizes) -> Iterator[Row]:
         yield from (row for row in rows if row["outcome"] == "failed")
 
 
-_SUITE_SECONDS = 235
+_SUITE_SECONDS = 190

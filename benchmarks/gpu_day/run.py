@@ -155,7 +155,7 @@ CALLS = {"broken": BROKEN, "slow": SLOW, "exact": EXACT, "more": MORE}
 PARTS = {name: part for parts in CALLS.values() for name, part in parts.items()}
 _WRITING = threading.Lock()
 # Parts that run at a time.
-_BESIDE = {"broken": 5, "exact": 2}
+_BESIDE = {"broken": 6, "exact": 2}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,6 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             except subprocess.SubprocessError as error:
                 print(f"the wheels of {args.wheels} do not fit this Python, so its own packages are used: {error}")
         names = args.only or list(CALLS[args.call])
+        if args.call in _BESIDE:
+            # Parts that run beside each other share the processor.
+            os.environ["OMP_NUM_THREADS"] = "2"
         with ThreadPoolExecutor(1 if args.rehearse else _BESIDE.get(args.call, 1)) as beside:
             ended = list(
                 beside.map(lambda name: run_apart(name, args.folder, site, end, rehearse=args.rehearse), names)

@@ -16,7 +16,12 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -48,7 +53,8 @@ def products_kept(model: PreTrainedModel) -> Iterator[None]:
 
     The backward runs once. It may run after the context has ended. The context changes nothing if the model is not on a CPU or is
     in evaluation mode, if transformers cannot checkpoint its layers, if the user has switched gradient checkpointing on, or if
-    gradients are off. At the end the model is as before.
+    gradients are off. At the end the model is as before. PyTorch before 2.12 does not show the results that it would keep; with it
+    nothing is recomputed.
 
     Args:
         model: a causal language model, without the wrapper of an adapter.
@@ -58,6 +64,7 @@ def products_kept(model: PreTrainedModel) -> Iterator[None]:
         and model.device.type == "cpu"
         and model.supports_gradient_checkpointing
         and not model.is_gradient_checkpointing
+        and hasattr(SelectiveCheckpointContext(is_recompute=False), "op_output")
     )
     if not wanted:
         yield

@@ -63,10 +63,11 @@ def _is_chosen(field: Field[Any], value: Any) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    found = {"lockstep": version("lockstep-rl"), "python": platform.python_version()}
-    for name in _PACKAGES:
+    found = {"python": platform.python_version()}
+    # A source tree that is not installed has no metadata.
+    for name in ("lockstep-rl", *_PACKAGES):
         try:
-            found[name] = version(name)
+            found[name.removesuffix("-rl")] = version(name)
         except PackageNotFoundError:
             continue
     return found

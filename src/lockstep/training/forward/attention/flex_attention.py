@@ -117,8 +117,10 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: BlockMask, scale: float | None
 ) -> torch.Tensor:
     kind, parts = query.device.type, in_one_dtype(query, key, value)
+    # For fewer than 128 rows PyTorch would choose its kernel for decoding, which 2.11 cannot compile for sizes that change.
+    more: dict[str, Any] = {} if kind == "cpu" else {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
     with torch.autocast(kind, enabled=False):
-        return _kernel(kind)(*parts, block_mask=tree, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
+        return _kernel(kind)(*parts, block_mask=tree, scale=scale, enable_gqa=query.shape[1] != key.shape[1], **more)
 
 
 def prove_flex_attention(heads: tuple[int, int], width: int, device: torch.device, dtype: torch.dtype) -> None:
