@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
+from lockstep.parity import tolerances
 from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
 from lockstep.parity.logprobs.gap_tail import GapTail
-from lockstep.parity.tolerances import FALSE_ALARM, tolerance
+from lockstep.parity.tolerances import FALSE_ALARM, probe_limit, tolerance
 
 HALF = tolerance(torch.bfloat16, torch.bfloat16)
 SINGLE = tolerance(torch.float32, torch.float32)
@@ -25,6 +26,18 @@ def drawn(scale: float, tokens: int, seed: int) -> GapStats:
 
 def with_one_more(stats: GapStats, gap: float) -> GapStats:
     return stats + measure_gap(torch.tensor([gap]), torch.zeros(1), ["b#0"], [1])
+
+
+def test_float32_that_cuda_rounds_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured on an H200 with `tf32: true`: the largest gap was 2.3e-3."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert tolerance(torch.float32, torch.float32) == SINGLE
+    monkeypatch.setattr(tolerances, "cuda_rounds_float32", lambda: True)
+    rounded = tolerance(torch.float32, torch.float32)
+    assert SINGLE.mean < rounded.mean < HALF.mean
+    assert rounded.largest(100) > 2.3e-3 > SINGLE.largest(100)
+    assert tolerance(torch.bfloat16, torch.float32) == HALF
+    assert probe_limit(torch.float32) > 8.6e-4
 
 
 @pytest.mark.parametrize("limit", [HALF, SINGLE])

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny import make_model
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import LoadedWeights
@@ -77,6 +78,14 @@ def loss_of(model: PreTrainedModel) -> torch.Tensor:
         return score_pack(model, pack, 1.0, 2)
 
     return (compute() if shards is None else in_passes(shards, compute)).logps.sum()
+
+
+def test_a_pytorch_that_cannot_sum_gradients_which_some_ranks_lack_is_refused(
+    make: Callable[[], PreTrainedModel], passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with pytest.raises(InputError, match=r"FSDP2 needs PyTorch 2\.13"):
+        ShardedModel(make(), passes=passes, device=torch.device("cpu"), shard=FsdpWeights)
 
 
 def test_forward_and_gradients_are_those_of_the_whole_model(make: Callable[[], PreTrainedModel], shard: Shard) -> None:

@@ -48,6 +48,26 @@ def backward_on_a_cpu() -> Iterator[None]:
         yield
 
 
+def test_one_variant_too_many_is_an_error_and_never_computes_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        compiled.append(graph)
+        return graph
+
+    # tests/conftest.py switches compilation off.
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    monkeypatch.setattr(flex_attention, "_MOST_VARIANTS", 2)
+    parts = [torch.randn(1, heads, 16, 8) for heads in (1, 2, 3)]
+    with torch._dynamo.config.patch(disable=False):
+        attend = flex_attention._never_plain(torch.compile(of_torch.flex_attention, backend=backend))
+        for part in parts[:2]:
+            attend(part, part, part)
+        assert len(compiled) == 2
+        with pytest.raises(RuntimeError, match="fail_on_recompile_limit_hit"):
+            attend(parts[2], parts[2], parts[2])
+
+
 @draws(40)
 @given(ends=tree_ends(smallest=13))
 def test_values_and_gradients_are_those_of_the_dense_mask(ends: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -278,6 +279,15 @@ def test_a_users_own_checkpointing_is_left_to_it() -> None:
     with products_kept(model):
         assert model.model.layers[0]._gradient_checkpointing_func is chosen
     assert model.is_gradient_checkpointing
+
+
+def test_with_a_pytorch_that_does_not_show_results_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch 2.11 is one."""
+    monkeypatch.setattr(recomputation, "SelectiveCheckpointContext", SimpleNamespace)
+    model = make_model("llama").train()
+    with products_kept(model):
+        assert not model.is_gradient_checkpointing
+        assert "_gradient_checkpointing_func" not in vars(model.model.layers[0])
 
 
 def test_without_gradients_nothing_changes() -> None:

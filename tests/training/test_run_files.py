@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from lockstep.report.kept_rollouts import rollout_files
 from lockstep.report.log_lines import LogLines
 from lockstep.report.page.run_record import read_run
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.training.run_files import about_run
 from lockstep.training.run_files.whole_run import METRICS
 from lockstep.training.trainers.hooks.run_files import RunFiles
 
@@ -60,6 +62,18 @@ class Seen(TrainerCallback):
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def test_a_source_tree_that_is_not_installed_has_no_version_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "lockstep-rl":
+            raise PackageNotFoundError(name)
+        return "1.0"
+
+    assert "lockstep" in about_run._versions()
+    monkeypatch.setattr(about_run, "version", version)
+    assert about_run._versions()["torch"] == "1.0"
+    assert "lockstep" not in about_run._versions()
 
 
 def test_a_script_leaves_the_files_of_the_command_line(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,10 @@ _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
 # Bytes of a group of tensors. The tensors of a group are digested while the caller uses them. A group of this size keeps both
 # threads busy. It also bounds the memory of tensors that are made only for the push.
 _GROUP_BYTES = 16 << 20
+
+# Bytes of a GPU's tensor that are on the host at a time, per thread.
+_PINNED_BYTES = 32 << 20
+_OF_THREAD = threading.local()
 
 _read_in_this_push: ContextVar[dict[object, Future[str]] | None] = ContextVar("read_in_this_push", default=None)
 
@@ -108,8 +113,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Hex xxh3-128 of a tensor's elements in row-major order."""
-    flat = tensor.detach().contiguous().cpu().flatten().view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(flat.numpy().data)
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if not flat.is_cuda:
+        return xxhash.xxh3_128_hexdigest(flat.cpu().numpy().data)
+    found, buffer = xxhash.xxh3_128(), _pinned()
+    for part in flat.split(len(buffer)):
+        found.update(buffer[: len(part)].copy_(part).numpy().data)
+    return found.hexdigest()
+
+
+def _pinned() -> torch.Tensor:
+    """This thread's buffer for bytes of a GPU. Into pinned memory they come eight times as fast (docs/internals/speed.md)."""
+    if not hasattr(_OF_THREAD, "buffer"):
+        _OF_THREAD.buffer = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+    return _OF_THREAD.buffer
 
 
 def _digest_after(written: torch.cuda.Event | None, tensor: torch.Tensor) -> str:

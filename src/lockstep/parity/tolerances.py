@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.models.autocast import cuda_rounds_float32
+from lockstep.models.cuda import cuda_rounds_float32
 
 # Probability that the largest gap of a step without a fault is over its limit, if the tail is as modelled. Then one in a thousand
 # runs of a thousand steps stops without a fault.

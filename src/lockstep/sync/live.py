@@ -20,8 +20,8 @@ from lockstep.engines.protocol import TensorSpec
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model, is_adapted
-from lockstep.models.autocast import cuda_rounds_float32
 from lockstep.models.checkpoint_names import checkpoint_tensors
+from lockstep.models.cuda import cuda_rounds_float32
 from lockstep.models.quantised import is_quantised
 from lockstep.shards.model import sharded
 from lockstep.sync.source import PlainSource

@@ -21,7 +21,7 @@ from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
-from lockstep.models.autocast import convolve_exactly
+from lockstep.models.cuda import prepare_cuda
 from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -180,7 +180,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self.ranks.on_owner("rehearsal", lambda: self.rehearse(reward_funcs, train_dataset))
         self._scorer = scorer = self.scorer(reward_funcs, reward_processing_classes)
 
-        convolve_exactly()
+        prepare_cuda()
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
         acting = bool(tools) or any(given is not None for given in (environment_factory, rollout_func, agent))

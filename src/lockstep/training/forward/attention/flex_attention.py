@@ -190,10 +190,27 @@ def _example(size: int) -> torch.Tensor:
     return ends
 
 
+# Variants of the kernel per process: dtypes, numbers and widths of heads, with and without gradients.
+_MOST_VARIANTS = 64
+
+
 @cache
 def _compiled() -> _Attention:
-    compiled: _Attention = torch.compile(flex_attention)
-    return compiled
+    return _never_plain(torch.compile(flex_attention))
+
+
+def _never_plain(compiled: _Attention) -> _Attention:
+    """A compiled function that raises an error where PyTorch would stop compiling it.
+
+    PyTorch compiles a function for eight kinds of input. For a ninth one it computes plain products without an error, and those
+    hold all T × T scores.
+    """
+
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS, fail_on_recompile_limit_hit=True):
+            return compiled(*args, **kwargs)
+
+    return attend
 
 
 def _kernel(kind: str) -> _Attention:
