@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from lockstep.errors import InputError, ProofError
+from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.training.forward.attention.tree_attention import (
     attend_without_tree,
     check_nothing_added,
@@ -208,7 +208,13 @@ def _never_plain(compiled: _Attention) -> _Attention:
 
     def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
         with torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS, fail_on_recompile_limit_hit=True):
-            return compiled(*args, **kwargs)
+            try:
+                return compiled(*args, **kwargs)
+            except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+                raise LockstepError(
+                    f"PyTorch has compiled FlexAttention for {_MOST_VARIANTS} kinds of input in this process and compiles no more: leave "
+                    "attn_implementation out, or train fewer models in one process"
+                ) from error
 
     return attend
 
