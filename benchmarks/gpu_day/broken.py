@@ -149,10 +149,11 @@ def _evaluated(folder: Path) -> Row:
 
 
 _FP32 = {"bf16": False}
+# Mamba's config names no longest sequence.
+_SHORT = {"vllm_max_model_length": 256}
 RUNS: dict[str, Callable[[Path], Row]] = {
     "GRPO, bf16": lambda at: _train(at, "GRPO", _GROUPS),
     "GRPO, fp32": lambda at: _train(at, "GRPO", {**_GROUPS, **_FP32}),
-    "GRPO, fp32, TF32": lambda at: _train(at, "GRPO", {**_GROUPS, **_FP32, "tf32": True}),
     "GRPO, fp32 head": lambda at: _train(at, "GRPO", {**_GROUPS, "cast_lm_head_to_fp32": True}),
     "GRPO, beta, two iterations": lambda at: _train(at, "GRPO", {**_GROUPS, "beta": 0.1, "num_iterations": 2}),
     "GRPO, filters": lambda at: _train(at, "GRPO", {**_GROUPS, "top_p": 0.9, "top_k": 20, "temperature": 0.8}),
@@ -162,6 +163,7 @@ RUNS: dict[str, Callable[[Path], Row]] = {
     "GRPO, high entropies": lambda at: _train(at, "GRPO", {**_GROUPS, "top_entropy_quantile": 0.5}),
     "GRPO, checkpointing": lambda at: _train(at, "GRPO", {**_GROUPS, "gradient_checkpointing": True}),
     "GRPO, LoRA, beta": lambda at: _train(at, "GRPO", {**_GROUPS, "beta": 0.1}, peft_config=_lora()),
+    "GRPO, fp32, TF32": lambda at: _train(at, "GRPO", {**_GROUPS, **_FP32, "tf32": True}),
     "GRPO, FlexAttention": lambda at: _train(
         at, "GRPO", {**_GROUPS, "model_init_kwargs": {"attn_implementation": "flex_attention"}}
     ),
@@ -174,7 +176,7 @@ RUNS: dict[str, Callable[[Path], Row]] = {
     "saved and resumed": _saved_and_resumed,
     "evaluation": _evaluated,
     **{
-        f"GRPO, {kind}": lambda at, kind=kind: _train(at, "GRPO", {**_GROUPS, "beta": 0.1}, kind=kind)
+        f"GRPO, {kind}": lambda at, kind=kind: _train(at, "GRPO", {**_GROUPS, **_SHORT, "beta": 0.1}, kind=kind)
         for kind in ("qwen3", "qwen3_moe", "gemma2", "gemma3", "gpt2", "mamba")
     },
 }
@@ -270,7 +272,7 @@ def waits(sizes: Sizes) -> Iterator[Row]:
         warnings.simplefilter("always")
         warnings.showwarning = seen  # type: ignore[assignment]
         fields = {**_SMALL, **_GROUPS, "per_device_train_batch_size": 8, "num_generations": 8}
-        fields |= {"max_completion_length": 128}
+        fields |= {"max_completion_length": 128 if sizes.repeats > 1 else 8}
         config = lockstep.GRPOConfig(output_dir=f"{folder}/run", **fields)
         model = save_model(sizes, Path(folder) / "model")
         trainer = lockstep.GRPOTrainer(model, by_length, config, PROMPTS, callbacks=[Switch()])

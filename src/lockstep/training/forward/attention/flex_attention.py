@@ -212,8 +212,8 @@ def _never_plain(compiled: _Attention) -> _Attention:
                 return compiled(*args, **kwargs)
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise LockstepError(
-                    f"PyTorch has compiled FlexAttention for {_MOST_VARIANTS} kinds of input in this process and compiles no more: leave "
-                    "attn_implementation out, or train fewer models in one process"
+                    f"PyTorch has compiled FlexAttention for {_MOST_VARIANTS} kinds of input in this process and compiles no more: "
+                    "leave attn_implementation out, or train fewer models in one process"
                 ) from error
 
     return attend
