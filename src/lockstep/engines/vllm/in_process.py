@@ -9,6 +9,7 @@ entry point in pyproject.toml.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -120,12 +121,26 @@ class VLLMInProcess:
             )
             # A kernel that does not support the model's shapes raises an error only when it first runs.
             self._run({"trial": ([0, 0], scoring_params())})
-        except (ValueError, RuntimeError, OSError, TypeError, ImportError, KeyError, AssertionError) as error:
+        except (
+            ValueError,
+            RuntimeError,
+            OSError,
+            TypeError,
+            ImportError,
+            LookupError,
+            AttributeError,
+            AssertionError,
+        ) as error:
             # The errors of pydantic and vLLM are subclasses of these. The engine has no state yet that would be lost.
             self.close()
             if isinstance(error, InputError | ProofError):
                 raise
-            raise InputError(f"vLLM cannot load {model}: {str(error).strip()[:600]}") from error
+            # A bare assertion has no text.
+            why = (
+                str(error).strip()[:600]
+                or f"{type(error).__name__} at {traceback.extract_tb(error.__traceback__)[-1].line}"
+            )
+            raise InputError(f"vLLM cannot load {model}: {why}") from error
 
     def _call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Call a method of every worker, or a function with every worker as its first argument. Returns the results by rank."""

@@ -34,7 +34,7 @@ def effective_settings(vllm_config: Any) -> dict[str, Any]:
         "quantization": config.quantization,
         "sampling_defaults": {k: v for k, v in defaults.items() if k in NEUTRAL_SAMPLING and v != NEUTRAL_SAMPLING[k]},
         "model_config": fields_of_parts(config.hf_text_config, config.hf_config),
-        "kept_ids": not vllm_config.use_v2_model_runner,
+        "kept_ids": True,
         "structured_outputs": _structured_outputs(vllm_config.structured_outputs_config),
         "normalises_pixels": bool(getattr(config.multimodal_config, "mm_device_do_normalize", False)),
     }

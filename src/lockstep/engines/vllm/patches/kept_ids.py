@@ -1,11 +1,11 @@
 """Records inside vLLM the ids that its sampler kept for each token. They become the `KeptIds` of our completions.
 
-vLLM 0.32.0 can pass such sets from its model runner to its answers (`return_sampling_mask`), in process and over HTTP. But only its
-second model runner computes the sets, and this runner does not exist for CPUs. This module lets the first model runner compute
-them:
+vLLM 0.32.0 can pass such sets from its model runner to its answers (`return_sampling_mask`), in process and over HTTP. Its second
+model runner, which it uses on GPUs, computes the sets for all requests or for none, and demands a `top_k`. Its first one, which it
+uses on CPUs, does not compute them. This module lets both compute the sets of the requests that ask:
 
 - `sync/vllm/plugin.py` calls `carry_kept_ids` in every process of vLLM. The scheduler then passes the sets on.
-- Our engines call `record_kept_ids` in the workers. It installs a recorder around the sampler.
+- Our engines call `record_kept_ids` in the workers. It installs a recorder around the sampler of either model runner.
 
 A request asks for its sets with a key of `SamplingParams.extra_args`. For a batch without such requests, nothing is computed.
 """
@@ -61,6 +61,39 @@ class KeptIdsRecorder:
         return np.array([(p.extra_args or {}).get(MAX_KEPT_IDS, 0) for p in parameters], dtype=np.int64)
 
 
+class SecondRunnerKeptIds:
+    """Lets vLLM's second model runner compute its own sets in the steps in which a request asks for them.
+
+    Args:
+        runner: vLLM's second model runner (`vllm.v1.worker.gpu.model_runner.GPUModelRunner`).
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._sampler = sampler = runner.sampler
+        # Largest number of kept ids that the request in each place of the runner asks for; 0 if it does not ask.
+        self._limits = np.zeros(runner.max_num_reqs, dtype=np.int64)
+        self._add_request, self._sample, self._step = sampler.add_request, sampler.sample, runner.sample
+        sampler.add_request, sampler.sample, runner.sample = self.add_request, self.sample, self.step
+
+    def add_request(self, place: int, parameters: Any) -> None:
+        """Replaces vLLM's `Sampler.add_request`. The next request in the same place has a limit of its own."""
+        self._limits[place] = (parameters.extra_args or {}).get(MAX_KEPT_IDS, 0)
+        self._add_request(place, parameters)
+
+    def sample(self, logits: Any, expanded: Any, mapping: Any, places: np.ndarray, *args: Any, **kwargs: Any) -> Any:
+        """Replaces vLLM's `Sampler.sample`, which computes the sets of all its requests or of none."""
+        self._sampler.return_sampling_mask = bool(self._limits[places].any())
+        return self._sample(logits, expanded, mapping, places, *args, **kwargs)
+
+    def step(self, hidden_states: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Replaces vLLM's `GPUModelRunner.sample`. A set with more ids than its request asks for becomes empty."""
+        found = self._step(hidden_states, batch, *args, **kwargs)
+        if (sets := found[0].sampling_mask_tensors) is not None:
+            limits = torch.from_numpy(self._limits[batch.idx_mapping_np]).to(sets.counts.device)
+            sets.counts.masked_fill_(sets.counts > limits, 0)
+        return found
+
+
 def kept_rows(logprobs: torch.Tensor, limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The ids with a finite log-prob, in each row that has a limit.
 
@@ -93,10 +126,14 @@ def _finite_places(values: torch.Tensor) -> np.ndarray:
 
 
 def record_kept_ids(worker: Any) -> None:
-    """Install a recorder around the sampler of a vLLM worker, if there is none yet. A worker with the second model runner is not
-    changed."""
+    """Install a recorder around the sampler of a vLLM worker, if there is none yet."""
     runner = worker.model_runner
-    if worker.is_driver_worker and hasattr(runner, "sampler") and not hasattr(runner, "lockstep_recorder"):
+    if getattr(runner, "sampler", None) is None or hasattr(runner, "lockstep_recorder"):
+        return
+    if getattr(worker, "use_v2_model_runner", False):
+        # Every worker samples.
+        runner.lockstep_recorder = SecondRunnerKeptIds(runner)
+    elif worker.is_driver_worker:
         runner.lockstep_recorder = recorder = KeptIdsRecorder(runner)
         runner.sampler.sample, runner.sample_tokens = recorder.sample, recorder.sample_tokens
 
