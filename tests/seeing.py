@@ -121,7 +121,10 @@ def _config(family: str, tied: bool, scale: float) -> PreTrainedConfig:
         return Qwen3VLConfig(text_config=text, vision_config=tower, **shared)
     if family == "qwen2_vl":
         # The width of its tower is `embed_dim`; its `hidden_size` is the width of the language part.
-        own = {name: tower[name] for name in ("depth", "num_heads", "patch_size", "spatial_merge_size", "initializer_range")}
+        own = {
+            name: tower[name]
+            for name in ("depth", "num_heads", "patch_size", "spatial_merge_size", "initializer_range")
+        }
         own |= {"embed_dim": 32, "hidden_size": text["hidden_size"], "mlp_ratio": 3}
         return Qwen2VLConfig(text_config=text, vision_config=own, **shared)
     tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
