@@ -156,10 +156,10 @@ def test_a_generation_that_is_judged_twice_is_pooled_once_and_keeps_what_was_com
         # First over all tokens, then over those of the step's own forward, whose sets were not compared again.
         proofs.check_gap(gap, sets, 24, [], 1)
         proofs.check_gap(gap, KeptSetStats(), 24, [], 1)
-        assert proofs._pool._gap.tokens == 24
+        assert proofs._pool.waiting.tokens == 24
         assert proofs.kept_sets == sets
         proofs.check_gap(gap, KeptSetStats(), 24, [], 2)
-        assert proofs._pool._gap.tokens == 48
+        assert proofs._pool.waiting.tokens == 48
         assert proofs.kept_sets == KeptSetStats()
 
 

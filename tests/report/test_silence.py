@@ -44,8 +44,8 @@ def impatient(view: Any, seconds: float = 0.01) -> Any:
 
 
 def view_of(console: Console, clock: PhaseClock) -> LiveView:
-    about = About("GRPO · vllm in lockstep", "model", "runs/one", (1e-4, 1e-3))
-    return LiveView(about, clock.progress, dict, lambda: None, console)
+    about = About("GRPO · vllm in lockstep", "model", "runs/one")
+    return LiveView(about, clock.progress, dict, lambda: None, dict, console)
 
 
 def test_a_silence_is_broken_after_five_seconds_and_then_ever_more_rarely_up_to_a_minute() -> None:
