@@ -183,7 +183,13 @@ HALF = {**START, "limits": {**START["limits"], "mean": 0.15, "k3": 0.02, "max": 
 def half_precision() -> list[dict[str, Any]]:
     """Three steps in bf16: the first two are judged together, though k3 of the first alone is above its limit; the third waits."""
     few = {"sum_abs_gap": 40 * 0.2, "sum_k3": 40 * 0.0252, "max_abs_gap": 0.45, "max_allowed": 4.2}
-    many = {"checked_tokens": 260, "sampled_tokens": 270, "sum_abs_gap": 260 * 0.01, "sum_k3": 260 * 0.012, "max_abs_gap": 0.5}
+    many = {
+        "checked_tokens": 260,
+        "sampled_tokens": 270,
+        "sum_abs_gap": 260 * 0.01,
+        "sum_k3": 260 * 0.012,
+        "max_abs_gap": 0.5,
+    }
     return [
         HALF,
         proven(1, **few, waiting={"tokens": 40}),

@@ -110,12 +110,16 @@ def test_in_half_precision_the_receipt_has_the_means_that_were_judged_also_after
     untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = datasets.Dataset.from_dict({"prompt": ["hello", "world", "fox"] * 4})
-    fields = {"learning_rate": 1e-6, "bf16": True, "save_strategy": "steps", "save_steps": 2, "max_completion_length": 9}
+    fields = {
+        "learning_rate": 1e-6,
+        "bf16": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_completion_length": 9,
+    }
 
     def run(steps: int, checkpoint: bool) -> list[dict[str, Any]]:
-        engine = TransformersEngine(
-            untied_dir, load_tokenizer(untied_dir), dtype=torch.bfloat16, max_model_len=CONTEXT
-        )
+        engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.bfloat16, max_model_len=CONTEXT)
         trainer = GRPOTrainer(
             untied_dir, lambda completions, **_: [float(i % 2) for i in range(len(completions))],
             config(tmp_path, max_steps=steps, **fields), data, engine=engine,
@@ -139,6 +143,6 @@ def test_in_half_precision_the_receipt_has_the_means_that_were_judged_also_after
     assert judged["mean_abs_gap"] == pytest.approx(sum(line["sum_abs_gap"] for line in pooled) / judged["tokens"])
     # One token may have the largest allowed gap, so the limit on a mean has room for it.
     assert 0.15 < judged["mean_allowed"] < 0.16
-    assert 0.02 < judged["k3_allowed"]
+    assert judged["k3_allowed"] > 0.02
     assert main(["verify", "--explain", str(tmp_path)]) == 0
     assert f"steps 1 to {first['step']}, {judged['tokens']} tokens" in capsys.readouterr().out

@@ -6,10 +6,10 @@ without a fault. The page of a run, its summary and the command line therefore s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-Line = Mapping[str, Any]
+Line = dict[str, Any]
 # The figures of a gap, with the names of their limits and of a single step's sum, which has no name for the largest gap.
 MEANS = {"mean_abs_gap": ("mean_allowed", "sum_abs_gap"), "k3": ("k3_allowed", "sum_k3")}
 _NAMES = {"mean_abs_gap": "mean", "k3": "k3", "max_abs_gap": "largest"}

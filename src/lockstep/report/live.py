@@ -26,6 +26,7 @@ from lockstep.report.heartbeat import Heartbeat
 from lockstep.report.page.svg import number
 from lockstep.report.sparkline import sparkline
 from lockstep.report.status import StatusLine
+from lockstep.report.waits import open_waits
 
 _WIDEST = 100
 # A gap above this share of its limit is shown in yellow.
@@ -133,6 +134,12 @@ class LiveView(TrainerCallback):
         if before_panel:
             self._status.end()
 
+    def note(self, line: str) -> None:
+        if self._console.is_terminal and self._live is None:
+            self._status.note(line)
+        elif self._live is None:
+            self._print(f"step {self._step}/{self._steps} done · {line}" if self._steps else line)
+
     def stop(self) -> None:
         """Release the terminal; safe to call twice."""
         self._heartbeat.stop()
@@ -183,8 +190,10 @@ class LiveView(TrainerCallback):
     def _under_way(self) -> str:
         if work := self._work[-1:]:
             ((text, detail, _),) = work
-            return " · ".join(filter(None, [text, detail()]))
-        return self._phase() or "between two phases"
+            words = [text, detail()]
+        else:
+            words = [self._phase() or "between two phases"]
+        return " · ".join(filter(None, [*words, open_waits()]))
 
     def _rows(self) -> list[tuple[str, Text]]:
         figures = self._figures
@@ -238,7 +247,11 @@ def _line(text: str, style: str = "") -> Text:
 
 def limits_kept(judged: Mapping[str, float]) -> tuple[str, str]:
     """The figures of a gap that was judged beside their limits, in words, and the color of the row."""
-    names = (("mean", "mean_abs_gap", "mean_allowed"), ("max", "max_abs_gap", "max_allowed"), ("k3", "k3", "k3_allowed"))
+    names = (
+        ("mean", "mean_abs_gap", "mean_allowed"),
+        ("max", "max_abs_gap", "max_allowed"),
+        ("k3", "k3", "k3_allowed"),
+    )
     words = ", ".join(f"{word} {number(judged[name], 2)} of {number(judged[of], 2)}" for word, name, of in names)
     share = max(judged[name] / judged[of] for _, name, of in names)
     return f"{words}; {judged['tokens']:.0f} tokens", "yellow" if share > _CLOSE else "green"

@@ -212,7 +212,7 @@ class PooledGap:
     # From this number of tokens on, the mean and k3 of bf16 rounding are as steady as those of a whole step.
     enough = 256
 
-    def __init__(self, waiting: GapStats = GapStats()) -> None:  # noqa: B008 - it is frozen
+    def __init__(self, waiting: GapStats = GapStats()) -> None:
         self.waiting = waiting
 
     def add(self, stats: GapStats, limit: Tolerance) -> GapStats:

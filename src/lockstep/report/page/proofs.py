@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -71,11 +70,13 @@ def measured_proofs(run: RunRecord) -> list[Measured]:
     compared = [line for line in steps if line.get("checked_tokens")]
     found = list(_at_start(run))
     if compared and "mean" in limits:
-        found.append(_mean("gap, mean", "engine's and trainer's log-prob of every token", "mean_abs_gap", steps, limits["mean"]))
-        worst = closest(largest_gaps(compared, limits["max"]))
-        assert worst is not None
-        where = f"{_at(worst.lines[0])}, request {worst.lines[0]['worst_request']}"
-        found.append(Measured("gap, largest", "the same, the worst token", worst.figure, worst.limit, where))
+        found.append(
+            _mean("gap, mean", "engine's and trainer's log-prob of every token", "mean_abs_gap", steps, limits["mean"])
+        )
+        largest = closest(largest_gaps(compared, limits["max"]))
+        assert largest is not None
+        where = f"{_at(largest.lines[0])}, request {largest.lines[0]['worst_request']}"
+        found.append(Measured("gap, largest", "the same, the worst token", largest.figure, largest.limit, where))
         found.append(_mean("gap, k3", "the same, as an estimate of the KL divergence", "k3", steps, limits["k3"]))
     for name in dict.fromkeys(key for line in steps for key, value in line.items() if _is_gap(value)):
         own = [line for line in steps if _is_gap(line.get(name)) and line[name]["tokens"]]
@@ -84,7 +85,9 @@ def measured_proofs(run: RunRecord) -> list[Measured]:
             otherwise = limits["max"] if name == "canary" else None
             what = "sequences scored again with the current weights"
             rows = [
-                Measured(name.replace("_", " "), what, s[name]["max_abs_gap"], s[name].get("max_allowed", otherwise), _at(s))
+                Measured(
+                    name.replace("_", " "), what, s[name]["max_abs_gap"], s[name].get("max_allowed", otherwise), _at(s)
+                )
                 for s in own
             ]
             found.append(max(rows, key=lambda row: (row.share, row.figure)))

@@ -15,6 +15,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from lockstep.report.waits import waiting
 from lockstep.sync.wire.groups.meeting import CHECK_EVERY
 
 InFlight = deque[tuple[dist.Work, torch.Tensor]]
@@ -89,15 +90,17 @@ class GlooChannel:
         """End the channel of a push that has failed."""
 
     def _wait(self, work: dist.Work) -> None:
-        while True:
-            try:
-                work.wait(timedelta(seconds=CHECK_EVERY))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()
+        # The group has the time limit.
+        with waiting("a broadcast of weights"):
+            while True:
+                try:
+                    work.wait(timedelta(seconds=CHECK_EVERY))
                     return
-            self._check()
+                except RuntimeError:
+                    if work.is_completed():
+                        work.wait()
+                        return
+                self._check()
 
     def _abandon(self, in_flight: InFlight) -> None:
         Thread(target=self._end, args=(in_flight,), daemon=True, name="lockstep-broadcast").start()

@@ -408,9 +408,7 @@ class Proofs:
             **self._of_staleness(sampled - aside - gap.tokens),
             "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
         }
-        line = step_line(
-            step, version, self._pusher, gap, self._tail.limit, self._judged, self._pool.waiting, more
-        )
+        line = step_line(step, version, self._pusher, gap, self._tail.limit, self._judged, self._pool.waiting, more)
         self._receipt.append(line)
         self._tail.passed(gap)
 
