@@ -588,8 +588,8 @@ MUTATIONS = [
     Mutation(
         "the trainer waits for a dead server's address",
         "sync/wire/groups/meeting.py",
-        "while not wait([done], CHECK_EVERY).done:\n            check()",
-        "while not wait([done], CHECK_EVERY).done:\n            pass",
+        "while not wait([done], CHECK_EVERY).done:\n                meeting.check()",
+        "while not wait([done], CHECK_EVERY).done:\n                pass",
         "tests/sync/test_transports.py",
     ),
     Mutation(
@@ -1030,15 +1030,15 @@ MUTATIONS = [
     Mutation(
         "the gap of an evaluation is not judged",
         "training/generate/proofs/proofs.py",
-        "self._check_limits(judged, completions, version)",
-        "pass",
+        "self._check_limits(judged, completions, version)\n            kept_sets",
+        "kept_sets",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the gap of a generation is not judged",
         "training/generate/proofs/proofs.py",
-        "self._check_limits(pool.add(gap, limit) if pools else gap, completions, version)",
-        "pass",
+        "self._check_limits(judged, completions, version)\n            if not again",
+        "if not again",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
@@ -1519,7 +1519,7 @@ MUTATIONS = [
         "exact accounting lets every cut score its own tokens",
         "verify/logprob_checks.py",
         "own = [self.scores[s.name] for s in pack.sequences]",
-        "return Policy.score(self, pack, config)",
+        "return Policy.score(self, pack, config)\n        own = [self.scores[s.name] for s in pack.sequences]",
         "tests/verify/test_accounting_row.py",
     ),
     Mutation(
