@@ -84,7 +84,8 @@ class StatusLine:
         progress, seconds = detail(), f"{time.monotonic() - began:.0f} s"
         # The progress of a phase has seconds of its own.
         words = f"{text} · {progress} · {seconds} in all" if progress else f"{text} · {seconds}"
-        return " · ".join(filter(None, [words, open_waits()]))
+        # First, because a narrow terminal cuts the line.
+        return " · ".join(filter(None, [open_waits(), words]))
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)

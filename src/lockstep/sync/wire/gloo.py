@@ -143,7 +143,7 @@ class GlooTransport:
             raise
 
     def _channel(self, meeting: Meeting) -> GlooChannel:
-        return GlooChannel(connect(meeting), meeting.check)
+        return GlooChannel(connect(meeting), meeting)
 
     def _wait_for_workers(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
         """Wait until every worker has connected, or raise as soon as a server reports an error."""
@@ -232,7 +232,7 @@ class Receiver:
         control = connect(meeting)
         if info["transport"] == NCCL:
             return DeviceChannel(control, meeting, self._device, self._environment())
-        return GlooChannel(control, meeting.check)
+        return GlooChannel(control, meeting)
 
     def _places(self, sizes: Sequence[int], device: torch.device) -> list[tuple[int, int]]:
         """(start, end) of each chunk in the buffer: the two ends of the buffer in turn. Large chunks may overlap."""

@@ -79,7 +79,7 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> Non
         return
     for bucket in _buckets([p.grad for p in parameters if p.grad is not None and not is_sharded(p)]):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
-        with waiting("the gradients of every rank", verb=f"rank {ranks.rank} waits for "):
+        with waiting("the gradients of every rank, until ddp_timeout", verb=f"rank {ranks.rank} waits for "):
             dist.all_reduce(flat)
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))

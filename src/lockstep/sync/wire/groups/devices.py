@@ -51,8 +51,8 @@ class DeviceChannel(GlooChannel):
         device: torch.device,
         environment: AbstractContextManager[object] | None = None,
     ) -> None:
-        self.device, self._timeout = device, meeting.timeout
-        self._control = GlooChannel(control, meeting.check)
+        self.device = device
+        self._control = GlooChannel(control, meeting)
         self._is_ended = False
         signed = meeting.signed(_PREFIX)
         made: list[dist.ProcessGroup] = []
@@ -68,10 +68,10 @@ class DeviceChannel(GlooChannel):
             in_background(connected, meeting, signed.end)
         except BaseException:
             if made:
-                super().__init__(made[0], meeting.check)
+                super().__init__(made[0], meeting)
                 self.give_up()
             raise
-        super().__init__(made[0], meeting.check)
+        super().__init__(made[0], meeting)
 
     def settle(self) -> None:
         if self.device.type == "cuda":
@@ -95,7 +95,7 @@ class DeviceChannel(GlooChannel):
 
     def _wait(self, work: dist.Work) -> None:
         began = asked = time.monotonic()
-        with waiting("a broadcast of weights from device to device", self._timeout):
+        with waiting("the other ranks of a push to take weights on their devices", self._timeout):
             while not work.is_completed():
                 now = time.monotonic()
                 if now - began > self._timeout:
