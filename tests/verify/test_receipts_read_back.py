@@ -146,3 +146,6 @@ def test_in_half_precision_the_receipt_has_the_means_that_were_judged_also_after
     assert judged["k3_allowed"] > 0.02
     assert main(["verify", "--explain", str(tmp_path)]) == 0
     assert f"steps 1 to {first['step']}, {judged['tokens']} tokens" in capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text()
+    assert f"steps 1 to {first['step']}, {judged['tokens']} tokens" in page
+    assert "class='bad'" not in page

@@ -7,6 +7,7 @@ terminal shows (`terminal_log.py`). Several waits for one thing make one line.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -140,6 +141,8 @@ def _line(waits: list[waiting], now: float) -> str:
 
 _WAITS = _Waits()
 os.register_at_fork(after_in_child=_WAITS.forked)
+# A thread that writes while the interpreter ends would end it with a fatal error.
+atexit.register(lambda: told_by(lambda line: None))
 
 
 def open_waits() -> str:
