@@ -156,11 +156,24 @@ def test_a_generation_that_is_judged_twice_is_pooled_once_and_keeps_what_was_com
         # First over all tokens, then over those of the step's own forward, whose sets were not compared again.
         proofs.check_gap(gap, sets, 24, [], 1)
         proofs.check_gap(gap, KeptSetStats(), 24, [], 1)
-        assert proofs._pool._gap.tokens == 24
+        assert proofs._pool.waiting.tokens == 24
+        assert proofs._judged.figures() == {}
         assert proofs.kept_sets == sets
         proofs.check_gap(gap, KeptSetStats(), 24, [], 2)
-        assert proofs._pool._gap.tokens == 48
+        assert proofs._pool.waiting.tokens == 48
         assert proofs.kept_sets == KeptSetStats()
+        # Enough tokens: what is judged and shown is the pool, also after the second judgement of the same tokens.
+        many = GapStats(240, 12.0, 0.4, 2.0, "b#0")
+        for _ in range(2):
+            proofs.check_gap(many, KeptSetStats(), 240, [], 3)
+            judged = proofs._judged.figures()
+            assert judged == proofs.judged
+            assert (judged["tokens"], judged["mean_abs_gap"]) == (288, pytest.approx(12.2 / 288))
+            assert judged["mean_allowed"] == pytest.approx(half.mean + 0.4 / 288)
+        # The next few tokens wait again; what was judged last is still shown.
+        proofs.check_gap(gap, KeptSetStats(), 24, [], 4)
+        assert proofs._judged.figures() == {}
+        assert proofs.judged["tokens"] == 288
 
 
 def test_a_gap_is_reported_beside_a_rollout_without_a_sampled_token(stage: Stage) -> None:

@@ -173,6 +173,81 @@ def test_each_proof_stands_with_its_limit_and_the_step_closest_to_it() -> None:
     assert [limit.value for limit in gap_limits(record())] == [1e-4, 1e-3]
 
 
+JUDGED = {
+    "tokens": 300, "mean_abs_gap": 0.03, "mean_allowed": 0.151, "max_abs_gap": 0.5, "max_allowed": 4.5, "k3": 0.014,
+    "k3_allowed": 0.0201,
+}  # fmt: skip
+HALF = {**START, "limits": {**START["limits"], "mean": 0.15, "k3": 0.02, "max": 4.1}}
+
+
+def half_precision() -> list[dict[str, Any]]:
+    """Three steps in bf16: the first two are judged together, though k3 of the first alone is above its limit; the third waits."""
+    few = {"sum_abs_gap": 40 * 0.2, "sum_k3": 40 * 0.0252, "max_abs_gap": 0.45, "max_allowed": 4.2}
+    many = {
+        "checked_tokens": 260,
+        "sampled_tokens": 270,
+        "sum_abs_gap": 260 * 0.01,
+        "sum_k3": 260 * 0.012,
+        "max_abs_gap": 0.5,
+    }
+    return [
+        HALF,
+        proven(1, **few, waiting={"tokens": 40}),
+        proven(2, **many, judged=JUDGED, max_allowed=4.5),
+        proven(3, **few, waiting={"tokens": 40}),
+    ]
+
+
+def test_means_are_shown_as_they_were_judged_and_a_single_step_above_a_limit_is_named() -> None:
+    run = record(receipt=half_precision())
+    found = {proof.name: proof for proof in measured_proofs(run)}
+    assert (found["gap, k3"].figure, found["gap, k3"].limit) == (0.014, 0.0201)
+    assert found["gap, k3"].where == (
+        "steps 1 to 2, 300 tokens; alone above the limit, not judged alone: step 1 (0.025 over 40)"
+    )
+    assert (found["gap, mean"].figure, found["gap, mean"].limit) == (0.03, 0.151)
+    assert found["gap, largest"].share == pytest.approx(0.5 / 4.5)
+    page = checked(text := render_report(run))
+    assert "class='bad'" not in text
+    assert "The means of the last 40 tokens are not judged yet" in page.text
+    # The curve's limit is that of the judged means, and they are drawn.
+    assert [limit.name for limit in gap_limits(run)] == ["limit of the judged mean", "limit of the largest"]
+    assert "judged mean |g|" in page.text
+
+
+@pytest.mark.parametrize("k3", [0.012, 0.03])
+def test_a_run_of_an_earlier_version_has_no_red_row(k3: float) -> None:
+    old = [{key: value for key, value in line.items() if key not in ("judged", "waiting")} for line in half_precision()]
+    old[2]["sum_k3"] = 260 * k3
+    old[3]["asked_again"] = {"tokens": 300, "mean_abs_gap": 0.01, "max_abs_gap": 4.3, "k3": 0.01}
+    run = record(receipt=old)
+    found = {proof.name: proof for proof in measured_proofs(run)}
+    assert "mean of the whole run" in found["gap, k3"].where
+    assert "steps 1 (0.025 over 40), " in found["gap, k3"].where
+    assert all(proof.share <= 1 for proof in found.values())
+    assert "class='bad'" not in render_report(run)
+
+
+def test_a_figure_that_waits_for_more_tokens_is_not_shown_beside_a_limit() -> None:
+    run = record(receipt=half_precision()[:2])
+    found = {proof.name: proof for proof in measured_proofs(run)}
+    assert found["gap, mean"].limit is None
+    assert found["gap, mean"].where == "not judged: 40 tokens are too few for a mean"
+    checked(render_report(run))
+
+
+def test_each_largest_gap_stands_beside_the_limit_of_its_own_step() -> None:
+    # The limit falls during a run: a gap of the first step may be above the limit of the last.
+    steps = [proven(1, max_abs_gap=3.0, max_allowed=4.0), proven(2, max_abs_gap=1.0, max_allowed=2.0)]
+    again = {"tokens": 300, "mean_abs_gap": 0.01, "max_abs_gap": 4.3, "k3": 0.01, "max_allowed": 4.4}
+    run = record(receipt=[HALF, steps[0], {**steps[1], "asked_again": again}])
+    assert "3 of 4 nats" in checked(render_report(run)).text
+    found = {proof.name: proof for proof in measured_proofs(run)}
+    assert found["asked again"].limit == 4.4
+    (limit,) = [limit for limit in gap_limits(run) if "largest" in limit.name]
+    assert limit.points == [(1, 4.0), (2, 2.0)]
+
+
 def test_a_failed_proof_has_what_where_which_tokens_and_what_to_do() -> None:
     shown_lines = [shown(1, "other"), {**shown(3, "plain"), "failed": True}]
     run = record(end=FAILED, receipt=[START, proven(1), proven(2)], summary={}, after=None, shown=shown_lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +77,18 @@ def test_the_summary_adds_up_its_files() -> None:
     assert "100 tokens checked, 0 failed" in text
 
 
+def test_the_summary_names_the_figure_that_came_closest_to_its_limit_as_it_was_judged() -> None:
+    # The first step alone is above the limit on k3; it was judged with the second.
+    first = {**RECEIPT[1], "sum_k3": 40 * 0.03, "waiting": {"tokens": 40}}
+    second = {**RECEIPT[2], "judged": {**JUDGED, "tokens": 100, "k3": 0.012, "k3_allowed": 0.02}}
+    summary = summarise([line(1), line(2)], [RECEIPT[0], first, second], None, None, 1.0)
+    assert summary["parity"]["closest_to_limit"] == {
+        "share": pytest.approx(0.6),
+        "text": "k3 0.012 of 0.02 (steps 1 to 2, 100 tokens)",
+    }
+    assert "closest: k3 0.012 of 0.02 (steps 1 to 2, 100 tokens), 60% of the limit" in "\n".join(summary_lines(summary))
+
+
 def test_the_summary_says_what_of_an_evaluation_was_proven_and_what_was_not_held_out() -> None:
     after = {**BEFORE, "eval_parity/checked_share": 0.25, "eval_seen_in_training": 12.0}
     summary = summarise([line(1)], RECEIPT, None, after, 1.0)
@@ -93,6 +105,10 @@ def test_a_run_without_evaluation_has_a_summary_too() -> None:
     assert summary_lines(summary)[0].startswith("parity")
 
 
+JUDGED = {
+    "tokens": 300, "mean_abs_gap": 2e-6, "mean_allowed": 1e-4, "max_abs_gap": 1e-5, "max_allowed": 1e-3, "k3": 1e-9,
+    "k3_allowed": 1e-6,
+}  # fmt: skip
 SAMPLE = [("sample", "[b]The answer\nis " + "42 " * 60)]
 
 
@@ -101,9 +117,10 @@ def view_of(
     phase: Callable[[], str] = str,
     steps: Callable[[], dict[str, float]] = dict,
     said: Sequence[tuple[str, str]] = SAMPLE,
+    judged: Callable[[], Mapping[str, float]] = dict,
 ) -> LiveView:
-    about = About("GRPO · vllm in lockstep", "smollm2-135m-instruct", "runs/a-rather-long-name" * 4, (1e-4, 1e-3))
-    return LiveView(about, phase, steps, lambda: (1.0, list(said)), console)
+    about = About("GRPO · vllm in lockstep", "smollm2-135m-instruct", "runs/a-rather-long-name" * 4)
+    return LiveView(about, phase, steps, lambda: (1.0, list(said)), judged, console)
 
 
 def shown(view: LiveView, console: Console) -> list[str]:
@@ -144,7 +161,8 @@ def test_away_from_a_terminal_each_log_is_a_plain_line_and_so_is_each_long_phase
 def test_the_panel_shows_every_step_before_the_first_log_and_wraps_nothing_at_80_columns() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     clock, log = PhaseClock(), StepLog()
-    view, state = view_of(console, clock.progress, log.latest), TrainerState(max_steps=40)
+    judged: dict[str, float] = {}
+    view, state = view_of(console, clock.progress, log.latest, judged=lambda: judged), TrainerState(max_steps=40)
     view.on_train_begin(None, state, None)
     view.stop()
     before = shown(view, console)
@@ -157,6 +175,7 @@ def test_the_panel_shows_every_step_before_the_first_log_and_wraps_nothing_at_80
         state.global_step = step
         view.on_step_end(None, state, None)
     view.on_evaluate(None, state, None, BEFORE)
+    judged |= JUDGED
     answered = clock.counted(8)
     with clock.phase("generate"):
         for _ in range(3):
@@ -172,7 +191,8 @@ def test_the_panel_shows_every_step_before_the_first_log_and_wraps_nothing_at_80
         "1.250",
         "3 tokens on average, 12% cut at the limit",
         "25% of the groups",
-        "1.0e-06 of 1e-04 mean, 1.0e-05 of 1e-03 max",
+        "1.0e-06 mean, 1.0e-05 max",
+        "mean 2e-6 of 1e-4, max 1e-5 of 0.001, k3 1e-9 of 1e-6",
         "40 tokens, all that were sampled",
         "0.400 ± 0.050 at step 2",
         "1.00: [b]The answer is 42 42",
@@ -181,7 +201,7 @@ def test_the_panel_shows_every_step_before_the_first_log_and_wraps_nothing_at_80
         assert word in text, word
     assert {len(row) for row in page} == {80}
     # One row for each figure, so nothing was wrapped.
-    assert len(page) == rows + 7
+    assert len(page) == rows + 8
     assert "loss" not in text
     view.on_log(None, state, None, line(2))
     with busy_in(view, "evaluating on 7 problems", clock.progress), clock.phase("rewards"):
@@ -195,6 +215,7 @@ def test_the_panel_shows_every_step_before_the_first_log_and_wraps_nothing_at_80
         "length",
         "no spread",
         "gap",
+        "judged",
         "checked",
         "speed",
         "time",
@@ -211,14 +232,16 @@ def busy_in(view: LiveView, text: str, detail: Callable[[], str]) -> Iterator[No
         yield
 
 
-def test_a_gap_close_to_its_limit_is_shown_in_another_colour() -> None:
+def test_a_judged_gap_close_to_a_limit_is_shown_in_another_colour_and_a_single_step_is_not() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system="standard")
     pages = []
-    for gap in (1e-5, 9e-4):
-        view = view_of(console, str, lambda gap=gap: line(1, **{"parity/max_abs_gap": gap}))
+    for gap in ({}, {"k3": 6e-7}, {"max_abs_gap": 9e-4}):
+        # A single step above every limit is not a judgement.
+        step = line(1, **{"parity/mean_abs_gap": 1.0})
+        view = view_of(console, str, lambda step=step: step, judged=lambda gap=gap: {**JUDGED, **gap})
         view.on_step_end(None, TrainerState(max_steps=4, global_step=1), None)
-        pages.append(next(row for row in shown(view, console) if "1e-03 max" in row))
-    assert ["\x1b[33m" in page for page in pages] == [False, True]
+        pages.append(next(row for row in shown(view, console) if "of 0.001" in row))
+    assert ["\x1b[33m" in page for page in pages] == [False, True, True]
 
 
 def test_the_panel_is_drawn_anew_while_a_step_is_under_way() -> None:

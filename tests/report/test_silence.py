@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import io
+import logging
+import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from rich.console import Console
 from transformers import TrainerState
 
+from lockstep.engines import connect
+from lockstep.errors import LockstepError
+from lockstep.report import waits
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.heartbeat import Heartbeat
 from lockstep.report.live import About, LiveView
 from lockstep.report.phases import PhaseClock
 from lockstep.report.status import StatusLine
+from lockstep.report.waits import waiting
 
 # Seconds until a test fails that waits for a line.
 LIMIT = 60
@@ -44,8 +51,8 @@ def impatient(view: Any, seconds: float = 0.01) -> Any:
 
 
 def view_of(console: Console, clock: PhaseClock) -> LiveView:
-    about = About("GRPO · vllm in lockstep", "model", "runs/one", (1e-4, 1e-3))
-    return LiveView(about, clock.progress, dict, lambda: None, console)
+    about = About("GRPO · vllm in lockstep", "model", "runs/one")
+    return LiveView(about, clock.progress, dict, lambda: None, dict, console)
 
 
 def test_a_silence_is_broken_after_five_seconds_and_then_ever_more_rarely_up_to_a_minute() -> None:
@@ -126,3 +133,96 @@ def test_an_evaluation_of_several_sets_is_told_by_its_own_name() -> None:
     view.on_evaluate(None, state, None, {"eval_reward": 0.25, "eval_reward_ci95": 0.05})
     assert view._evaluation == "0.250 ± 0.050 at step 3"
     view.on_evaluate(None, state, None, {"other": 1.0})
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits are told almost at once."""
+    monkeypatch.setattr(waits, "FIRST", 0.0)
+    monkeypatch.setattr(waits, "_EVERY", 0.01)
+
+
+def test_a_wait_is_told_after_five_seconds_and_then_ever_more_rarely_up_to_a_minute() -> None:
+    found = waits._Waits()
+    wait = waiting("the server", 240.0, lambda: "cannot be reached")
+    wait.since = 100.0
+    found._open.add(wait)
+    told = {second: lines for second in range(300) if (lines := found.tell(100.0 + second))}
+    assert list(told) == [5, 15, 35, 75, 135, 195, 255]
+    assert told[5] == ["waiting for the server: 5 s of at most 240 s · cannot be reached"]
+    # Later waits for the same thing are not told more often, unless nothing was said about it for minutes.
+    wait.since = 400.0
+    assert not found.tell(410.0)
+    assert found.tell(255 + 100.0 + 180.0)
+    found._open.clear()
+    assert found.tell(1000.0) == []
+
+
+def test_waits_for_one_thing_make_one_line_and_work_is_told_only_where_nothing_is_waited_for() -> None:
+    found = waits._Waits()
+    for since in (4.0, 0.0, 9.5):
+        wait = waiting("tool search", 60.0)
+        wait.since = since
+        found._open.add(wait)
+    work = waiting("loading the model", verb="")
+    found._open.add(work)
+    work.since = 0.0
+    assert found.tell(10.0) == ["waiting for tool search (3 times): 10 s of at most 60 s"]
+    found._open = {work}
+    assert found.tell(10.0) == ["loading the model: 10 s"]
+
+
+@pytest.mark.usefixtures("eager")
+def test_without_a_watcher_a_wait_and_long_work_go_to_the_log() -> None:
+    logger = logging.getLogger("lockstep.report.waits")
+    said = Lines()
+    handler = logging.StreamHandler(said)
+    logger.addHandler(handler)
+    try:
+        with waiting("rank 1", 30.0):
+            assert said.has("waiting for rank 1: 0 s of at most 30 s")
+        with busy("converting the model", lambda: "half"):
+            assert said.has("converting the model: 0 s · half")
+    finally:
+        logger.removeHandler(handler)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_watcher_away_from_a_terminal_prints_waits_and_a_panel_shows_them_in_its_own_line() -> None:
+    out = Lines()
+    with watched_by(StatusLine(Console(file=out, width=200))), waiting("the agents", 60.0):
+        assert out.has("waiting for the agents: 0 s of at most 60 s\n")
+    out, clock = Lines(), PhaseClock()
+    view = view_of(Console(file=out, width=200), clock)
+    view.on_train_begin(None, TrainerState(max_steps=4), None)
+    with watched_by(view), clock.phase("rewards"), waiting("reward function judge", 60.0):
+        assert out.has("step 0/4 done · waiting for reward function judge: 0 s of at most 60 s\n")
+    view.stop()
+    # On a terminal nothing is printed beside the panel; its line has the wait.
+    out = Lines()
+    view = view_of(Console(file=out, width=100, force_terminal=True), clock)
+    with watched_by(view), waiting("the server to be ready", 60.0) as wait:
+        wait.since -= 2.0
+        view.on_train_begin(None, TrainerState(max_steps=4), None)
+        assert out.has("between two phases · waiting for the server to be ready: 2 s of at most 60 s")
+        view.note("a line beside the panel")
+    view.stop()
+    assert "a line beside the panel" not in out.getvalue()
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_script_that_connects_to_a_server_that_is_not_there_says_so_before_the_limit() -> None:
+    said = Lines()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("lockstep.report.waits").addHandler(handler)
+    try:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(LockstepError, match="did not answer within 1 s"):
+            connect(url, timeout=1.0)
+    finally:
+        logging.getLogger("lockstep.report.waits").removeHandler(handler)
+    line = next(line for line in said.getvalue().splitlines() if "to be ready" in line)
+    assert line.startswith(f"waiting for the server at {url} to be ready: ")
+    assert "s of at most 1 s" in line

@@ -83,7 +83,7 @@ class Impostor(Worker):
         with suppress(RuntimeError):
             for data in (counts, self.got):
                 group.broadcast([data], FROM_SENDER).wait()
-            GlooChannel(self.control, lambda: None).meet()
+            GlooChannel(self.control, meeting).meet()
 
 
 def test_a_program_without_the_secret_in_the_second_group_gets_no_weights() -> None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
+import torch
 from conftest import start
 from stages import config
+from tiny import CONTEXT
 
 from lockstep.cli.main import main
+from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.parity.logprobs.gap import PooledGap
+from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.trainers.grpo import GRPOTrainer
 
 
@@ -98,3 +104,48 @@ def test_a_broken_receipt_is_not_explained(run_dir: Path, tmp_path: Path, capsys
     (tmp_path / "receipt.jsonl").write_text("\n".join([lines[0], *lines[2:]]) + "\n")
     assert main(["verify", "--explain", str(tmp_path)]) == 2
     assert "does not fit the chain" in capsys.readouterr().err
+
+
+def test_in_half_precision_the_receipt_has_the_means_that_were_judged_also_after_a_resume(
+    untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = datasets.Dataset.from_dict({"prompt": ["hello", "world", "fox"] * 4})
+    fields = {
+        "learning_rate": 1e-6,
+        "bf16": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "max_completion_length": 9,
+    }
+
+    def run(steps: int, checkpoint: bool) -> list[dict[str, Any]]:
+        engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.bfloat16, max_model_len=CONTEXT)
+        trainer = GRPOTrainer(
+            untied_dir, lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+            config(tmp_path, max_steps=steps, **fields), data, engine=engine,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=checkpoint)
+        engine.close()
+        lines = map(json.loads, (tmp_path / "receipt.jsonl").read_text().splitlines())
+        return [line for line in lines if line["kind"] == "step"]
+
+    before = run(2, checkpoint=False)
+    tokens = [line["checked_tokens"] for line in before]
+    assert sum(tokens) < PooledGap.enough
+    assert [line["waiting"]["tokens"] for line in before] == [tokens[0], sum(tokens)]
+    assert all("judged" not in line for line in before)
+    lines = run(5, checkpoint=True)
+    first = next(line for line in lines if "judged" in line)
+    pooled = [line for line in lines if line["step"] <= first["step"]]
+    judged = first["judged"]
+    assert judged["tokens"] == sum(line["checked_tokens"] for line in pooled) >= PooledGap.enough
+    assert judged["k3"] == pytest.approx(sum(line["sum_k3"] for line in pooled) / judged["tokens"])
+    assert judged["mean_abs_gap"] == pytest.approx(sum(line["sum_abs_gap"] for line in pooled) / judged["tokens"])
+    # One token may have the largest allowed gap, so the limit on a mean has room for it.
+    assert 0.15 < judged["mean_allowed"] < 0.16
+    assert judged["k3_allowed"] > 0.02
+    assert main(["verify", "--explain", str(tmp_path)]) == 0
+    assert f"steps 1 to {first['step']}, {judged['tokens']} tokens" in capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text()
+    assert f"steps 1 to {first['step']}, {judged['tokens']} tokens" in page
+    assert "class='bad'" not in page

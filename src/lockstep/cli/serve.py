@@ -36,7 +36,9 @@ def run(words: list[str]) -> int:
         )
     _check_numbers(arguments)
     check_model(arguments.model)
-    with _shown("loading PyTorch and vLLM's settings"):
+    from lockstep.report.waits import waiting
+
+    with _shown(loading := "loading PyTorch and vLLM's settings"), waiting(loading, verb="lockstep serve: "):
         quiet_libraries()
         import torch
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from lockstep.engines.answers import check_answer, missing_answers, second_answer, unexpected_answer
 from lockstep.engines.protocol import Completion, GenerationRequest, OnAnswer, RequestKey
 from lockstep.errors import LockstepError
+from lockstep.report.waits import waiting
 
 Answer = Future[Completion]
 # A function that is called with the ids that are sampled so far. It must copy what it keeps, and it must not block.
@@ -138,7 +139,11 @@ class Inbox:
             if working is not None and len(self._taken) > working and self._error is None:
                 raise missing_answers(self._taken.keys(), len(self._taken) + len(self._answered))
             if not working:
-                self._await(self._patience or wait)
+                limit = self._patience or wait
+                # While the engine works on requests, their own calls say so.
+                idle = not (self._taken or self._waiting)
+                with waiting("a program of a rollout to ask the engine", limit) if idle else nullcontext():
+                    self._await(limit)
         with self._gate:
             with self._changed:
                 if self._error is not None:

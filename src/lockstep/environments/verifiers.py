@@ -20,6 +20,7 @@ from typing import Any
 from datasets import Dataset
 
 from lockstep.errors import InputError, LockstepError
+from lockstep.report.waits import waiting
 
 _PROGRAM = Path(__file__).with_name("own_process") / "verifiers_rollouts.py"
 # Seconds in which the process must have loaded the environment, or given its rows.
@@ -74,7 +75,8 @@ class VerifiersAgent:
             InputError: the environment cannot be loaded, or has no such rows.
         """
         try:
-            rows = self._request({"rows": {"size": size, "seed": seed, "evaluation": evaluation}}).result(_TIMEOUT)
+            with waiting(f"the rows of verifiers environment {self.__name__}", _TIMEOUT):
+                rows = self._request({"rows": {"size": size, "seed": seed, "evaluation": evaluation}}).result(_TIMEOUT)
         except LockstepError as error:
             raise InputError(f"verifiers environment {self.__name__}: {error}") from error
         except TimeoutError as error:
@@ -123,7 +125,8 @@ class VerifiersAgent:
         timer.daemon = True
         timer.start()
         assert process.stdout is not None
-        line = process.stdout.readline() or '{"error": "its process ended"}'
+        with waiting(f"verifiers environment {self.__name__} to begin", _TIMEOUT):
+            line = process.stdout.readline() or '{"error": "its process ended"}'
         timer.cancel()
         try:
             reply = json.loads(line)

@@ -23,6 +23,7 @@ from typing import IO, Any, TypeAlias
 import numpy as np
 
 from lockstep.errors import InputError
+from lockstep.report.waits import waiting
 from lockstep.server.keys import KEY_VARIABLE
 
 Reward: TypeAlias = float | None
@@ -70,7 +71,8 @@ class Agent:
         """
         work = self._call(base_url, api_key, row) if self.command is None else self._execute(base_url, api_key, row)
         try:
-            found = await asyncio.wait_for(work, self.timeout)
+            with waiting(f"agent {self.name}", self.timeout):
+                found = await asyncio.wait_for(work, self.timeout)
         except TimeoutError:
             raise AgentFailed(f"agent {self.name} did not end within {self.timeout:g} s (agent_timeout)") from None
         return checked_reward(found, f"agent {self.name}")

@@ -19,6 +19,7 @@ import httpx
 
 from lockstep.errors import InputError
 from lockstep.images.data_urls import file_as_data_url, is_data_url
+from lockstep.report.waits import waiting
 
 _PORTS = {"http": 80, "https": 443}
 # Seconds of one wait for the other side, seconds of a whole fetch, bytes of a file, and redirects of a fetch.
@@ -99,7 +100,10 @@ class ImageUrls:
     def _fetched(self, url: httpx.URL) -> bytes:
         first, deadline = _shown(url), time.monotonic() + _TIME
         try:
-            with httpx.Client(timeout=_WAIT, headers={"accept-encoding": "identity"}) as client:
+            with (
+                waiting(f"the picture at {first}", _TIME),
+                httpx.Client(timeout=_WAIT, headers={"accept-encoding": "identity"}) as client,
+            ):
                 for _ in range(_REDIRECTS + 1):
                     with client.stream("GET", url) as answer:
                         if not answer.has_redirect_location:

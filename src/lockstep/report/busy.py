@@ -1,7 +1,7 @@
 """Announces a piece of work that takes seconds when it begins: `with busy("loading the model"):`.
 
 A watcher shows the work: the command line with a spinner (`report/status.py`), a run with its panel (`report/live.py`). Without a
-watcher nothing is shown, so that a script of the user prints nothing extra.
+watcher, a script of the user prints a line only about work that lasts (`report/waits.py`). The watcher gets these lines too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from lockstep.report.waits import told_by, waiting
+
 
 class Watcher(Protocol):
     """Gets a call when a piece of work begins and when it ends. Pieces of work may be nested."""
@@ -17,6 +19,9 @@ class Watcher(Protocol):
     def begin(self, text: str, detail: Callable[[], str]) -> None: ...
 
     def end(self) -> None: ...
+
+    def note(self, line: str) -> None:
+        """A line about a wait that lasts. A watcher that draws shows the open waits itself."""
 
 
 _watchers: list[Watcher] = []
@@ -32,7 +37,8 @@ def busy(text: str, detail: Callable[[], str] = str) -> Iterator[None]:
     """
     watcher = _watchers[-1] if _watchers else None
     if watcher is None:
-        yield
+        with waiting(text, now=detail, verb=""):
+            yield
         return
     watcher.begin(text, detail)
     try:
@@ -54,8 +60,10 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 def busy_seen_by(watcher: Watcher) -> None:
     """From now on, until `unseen`, this watcher gets the calls instead of an earlier watcher."""
     _watchers.append(watcher)
+    told_by(watcher.note)
 
 
 def unseen(watcher: Watcher) -> None:
     """End what `busy_seen_by` began."""
     _watchers.remove(watcher)
+    told_by(_watchers[-1].note if _watchers else None)

@@ -23,8 +23,10 @@ from transformers import TrainerCallback
 
 from lockstep.report.durations import clock
 from lockstep.report.heartbeat import Heartbeat
+from lockstep.report.page.svg import number
 from lockstep.report.sparkline import sparkline
 from lockstep.report.status import StatusLine
+from lockstep.report.waits import open_waits
 
 _WIDEST = 100
 # A gap above this share of its limit is shown in yellow.
@@ -39,13 +41,11 @@ class About:
 
     Attributes:
         folder: the output directory.
-        gap_limits: limits on the mean and on the largest parity gap, in nats.
     """
 
     title: str
     model: str
     folder: str
-    gap_limits: tuple[float, float]
 
 
 class LiveView(TrainerCallback):
@@ -56,6 +56,7 @@ class LiveView(TrainerCallback):
         latest: returns the figures of the last step, by metric name.
         sample: returns the reward of one rollout, and what was said in it: a label and a text for each turn and each result of a
             tool. None: there is none yet.
+        judged: returns the figures of the last gap whose means were judged, with their limits, in nats; empty before that.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class LiveView(TrainerCallback):
         phase: Callable[[], str],
         latest: Callable[[], Mapping[str, float]],
         sample: Callable[[], tuple[float, list[tuple[str, str]]] | None],
+        judged: Callable[[], Mapping[str, float]],
         console: Console | None = None,
     ) -> None:
-        self._about, self._phase, self._latest, self._sample = about, phase, latest, sample
+        self._about, self._phase, self._latest, self._sample, self._judged = about, phase, latest, sample, judged
         self._console = console or Console()
         self._live: Live | None = None
         self._spinner = Spinner("dots", style="cyan")
@@ -132,6 +134,12 @@ class LiveView(TrainerCallback):
         if before_panel:
             self._status.end()
 
+    def note(self, line: str) -> None:
+        if self._console.is_terminal and self._live is None:
+            self._status.note(line)
+        elif self._live is None:
+            self._print(f"step {self._step}/{self._steps} done · {line}" if self._steps else line)
+
     def stop(self) -> None:
         """Release the terminal; safe to call twice."""
         self._heartbeat.stop()
@@ -182,8 +190,10 @@ class LiveView(TrainerCallback):
     def _under_way(self) -> str:
         if work := self._work[-1:]:
             ((text, detail, _),) = work
-            return " · ".join(filter(None, [text, detail()]))
-        return self._phase() or "between two phases"
+            words = [text, detail()]
+        else:
+            words = [self._phase() or "between two phases"]
+        return " · ".join(filter(None, [*words, open_waits()]))
 
     def _rows(self) -> list[tuple[str, Text]]:
         figures = self._figures
@@ -193,14 +203,15 @@ class LiveView(TrainerCallback):
             if needed in figures:
                 rows.append((label, _line(words(), style)))
 
-        mean, largest = self._about.gap_limits
         add("reward", "reward", lambda: f"{figures['reward']:.3f}  {sparkline(self._trends['reward'])}")
         if self._logged:
             rows.append(("loss", _line(f"{self._logged['loss']:.4g} at the log of step {self._logged_step}")))
         add("entropy", "entropy", lambda: f"{figures['entropy']:.3f}")
         add("length", "completions/mean_length", lambda: _lengths(figures))
         add("no spread", "frac_reward_zero_std", lambda: f"{figures['frac_reward_zero_std']:.0%} of the groups")
-        add("gap", "parity/mean_abs_gap", lambda: self._gap(figures), self._gap_style(figures, mean, largest))
+        add("gap", "parity/mean_abs_gap", lambda: self._gap(figures))
+        if judged := self._judged():
+            rows.append(("judged", _line(*limits_kept(judged))))
         add("checked", "parity/checked_tokens", lambda: checked(figures))
         if self._logged:
             rows.append(("speed", _line(f"{tokens_per_second(self._logged):.0f} tokens/s over whole steps")))
@@ -217,19 +228,10 @@ class LiveView(TrainerCallback):
         return rows
 
     def _gap(self, figures: Mapping[str, float]) -> str:
-        mean, largest = self._about.gap_limits
         return (
-            f"{figures['parity/mean_abs_gap']:.1e} of {mean:.0e} mean, {figures['parity/max_abs_gap']:.1e} of {largest:.0e} "
-            f"max  {sparkline(self._trends['parity/max_abs_gap'], 16)}"
+            f"{figures['parity/mean_abs_gap']:.1e} mean, {figures['parity/max_abs_gap']:.1e} max  "
+            f"{sparkline(self._trends['parity/max_abs_gap'], 16)}"
         )
-
-    @staticmethod
-    def _gap_style(figures: Mapping[str, float], mean: float, largest: float) -> str:
-        shares = (
-            figures.get("parity/mean_abs_gap", 0.0) / mean,
-            figures.get("parity/max_abs_gap", 0.0) / largest,
-        )
-        return "yellow" if max(shares) > _CLOSE else "green"
 
     def _left(self) -> float:
         """Estimated seconds until the last step ends, from the mean seconds per step so far."""
@@ -241,6 +243,18 @@ class LiveView(TrainerCallback):
 def _line(text: str, style: str = "") -> Text:
     # A Text object, because square brackets in a completion must not be read as markup.
     return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def limits_kept(judged: Mapping[str, float]) -> tuple[str, str]:
+    """The figures of a gap that was judged beside their limits, in words, and the color of the row."""
+    names = (
+        ("mean", "mean_abs_gap", "mean_allowed"),
+        ("max", "max_abs_gap", "max_allowed"),
+        ("k3", "k3", "k3_allowed"),
+    )
+    words = ", ".join(f"{word} {number(judged[name], 2)} of {number(judged[of], 2)}" for word, name, of in names)
+    share = max(judged[name] / judged[of] for _, name, of in names)
+    return f"{words}; {judged['tokens']:.0f} tokens", "yellow" if share > _CLOSE else "green"
 
 
 def _lengths(figures: Mapping[str, float]) -> str:

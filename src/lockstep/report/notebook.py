@@ -39,9 +39,10 @@ class NotebookView(LiveView):
         phase: Callable[[], str],
         latest: Callable[[], Mapping[str, float]],
         sample: Callable[[], tuple[float, list[tuple[str, str]]] | None],
+        judged: Callable[[], Mapping[str, float]],
     ) -> None:
         # A step is a line only where there is no panel, so the console of the lines goes nowhere.
-        super().__init__(about, phase, latest, sample, Console(file=io.StringIO(), width=_WIDTH))
+        super().__init__(about, phase, latest, sample, judged, Console(file=io.StringIO(), width=_WIDTH))
         self._handle: Any = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None

@@ -15,6 +15,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from lockstep.report.heartbeat import Heartbeat
+from lockstep.report.waits import open_waits
 
 # On a terminal, work that takes fewer seconds leaves no line behind.
 _WORTH_A_LINE = 2.0
@@ -56,6 +57,14 @@ class StatusLine:
         if seconds >= _WORTH_A_LINE:
             self._console.print(f"{text}: {seconds:.0f} s", style="dim", highlight=False, markup=False)
 
+    def note(self, line: str) -> None:
+        if not self._console.is_terminal:
+            self._print(line)
+            if self._work:
+                self._heartbeat.printed()
+        elif self._live is None:
+            self._console.print(line, style="dim", highlight=False, markup=False)
+
     def _line(self) -> Spinner | Text:
         if not (words := self._words()):
             return Text("")
@@ -74,7 +83,9 @@ class StatusLine:
         ((text, detail, began),) = work
         progress, seconds = detail(), f"{time.monotonic() - began:.0f} s"
         # The progress of a phase has seconds of its own.
-        return f"{text} · {progress} · {seconds} in all" if progress else f"{text} · {seconds}"
+        words = f"{text} · {progress} · {seconds} in all" if progress else f"{text} · {seconds}"
+        # First, because a narrow terminal cuts the line.
+        return " · ".join(filter(None, [open_waits(), words]))
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)

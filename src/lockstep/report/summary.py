@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.report.judged_gap import closest_of_run
+
 Line = dict[str, Any]
 
 
@@ -67,6 +69,7 @@ def _parity(receipt: list[Line]) -> Line:
         "max_abs_gap": max((line["max_abs_gap"] for line in receipt), default=0.0),
         "k3": sum(line["sum_k3"] for line in receipt) / checked if checked else 0.0,
         "checked_tokens": checked,
+        **_closest(receipt),
         **({"stale_tokens": stale} if stale else {}),
         **({"aside_tokens": aside} if aside else {}),
         "worst_module_error": max((line["worst_module"]["error"] for line in receipt), default=0.0),
@@ -76,6 +79,14 @@ def _parity(receipt: list[Line]) -> Line:
             for line in receipt
         ),
     }
+
+
+def _closest(receipt: list[Line]) -> Line:
+    """The figure of the gap that came closest to its limit, as it was judged; nothing if the receipt does not have it."""
+    found = closest_of_run(receipt)
+    if found is None:
+        return {}
+    return {"closest_to_limit": {"share": found.share, "text": found.text}}
 
 
 def summary_lines(summary: Line) -> list[str]:
@@ -111,6 +122,9 @@ def summary_lines(summary: Line) -> list[str]:
         f"{parity['mean_abs_gap']:.1e}, max {parity['max_abs_gap']:.1e}, k3 {parity['k3']:.1e}; worst module "
         f"{parity['worst_module_error']:.1e}"
     )
+    if "closest_to_limit" in parity:
+        found = parity["closest_to_limit"]
+        lines.append(f"gap and limits   closest: {found['text']}, {found['share']:.0%} of the limit")
     shares = "  ".join(f"{name} {seconds:.0f}s" for name, seconds in summary["time"].items())
     lines.append(f"time             {summary['steps']} steps, {summary['wall_s']:.0f} s in all: {shares}")
     return lines

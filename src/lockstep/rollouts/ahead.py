@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from lockstep.errors import LockstepError
+from lockstep.report.waits import waiting
 from lockstep.rollouts.conversation import Program
 from lockstep.rollouts.driver import Driver, Rollouts, Running, Start
 from lockstep.rollouts.group import Rollout
@@ -67,7 +68,9 @@ class GenerationsAhead:
         # A daemon thread, so that a program that ends does not wait for it.
         threading.Thread(target=work, name=f"lockstep-generation-{number}", daemon=True).start()
         # Generations start in order, because the engine serves requests in the order in which it gets them.
-        if not running.await_begin(self._limit):
+        with waiting("the engine to begin a generation", self._limit):
+            has_begun = running.await_begin(self._limit)
+        if not has_begun:
             raise LockstepError(f"generation {number} could not be begun within {self._limit:.0f} s")
 
     def take(self, number: int) -> Rollouts:
@@ -80,7 +83,9 @@ class GenerationsAhead:
             ProofError: an answer does not match its request.
             LockstepError: the engine was closed, a program failed, or a time limit passed.
         """
-        rollouts = self._running[number][1].result()
+        running, found = self._running[number]
+        with waiting("the rollouts of a generation", None, lambda: f"{len(running.finished())} are finished"):
+            rollouts = found.result()
         del self._running[number]
         return rollouts
 

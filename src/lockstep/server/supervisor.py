@@ -17,10 +17,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from enum import Enum, auto
 
 from lockstep.engines.http.server_calls import HEALTH
 from lockstep.errors import InputError, LockstepError
+from lockstep.report.waits import waiting
 from lockstep.server.launch import BAD_ARGUMENTS
 from lockstep.server.machine import KillAtExit
 
@@ -119,6 +121,8 @@ class Supervisor:
             self._command, env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL, umask=0o077
         )
         kill_at_exit = KillAtExit(self._child.pid)
+        shown = ExitStack()
+        shown.enter_context(waiting("vLLM's server to be ready", _START_LIMIT))
         try:
             while True:
                 now = time.monotonic()
@@ -132,6 +136,7 @@ class Supervisor:
                     failing_since = (failing_since or now) if health is Health.FAILING else None
                     if health is Health.HEALTHY and healthy_since is None and self._is_ours():
                         healthy_since = time.monotonic()
+                        shown.close()
                         self._ready(healthy_since - start)
                     next_check = now + (_HEALTH_EVERY if healthy_since and health is Health.HEALTHY else _TICK)
                 if healthy_since is not None:
@@ -144,6 +149,7 @@ class Supervisor:
                     return None, f"was not ready within {_START_LIMIT:.0f} s"
                 time.sleep(_TICK)
         finally:
+            shown.close()
             self._end()
             kill_at_exit.release()
 
@@ -180,7 +186,8 @@ class Supervisor:
         if child.poll() is None:
             child.terminate()
             try:
-                child.wait(_STOP_LIMIT)
+                with waiting("vLLM's server to stop", _STOP_LIMIT):
+                    child.wait(_STOP_LIMIT)
             except subprocess.TimeoutExpired:
                 self._say(f"the server did not stop within {_STOP_LIMIT:.0f} s; killing it")
         with contextlib.suppress(ProcessLookupError):

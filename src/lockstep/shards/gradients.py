@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from lockstep.report.waits import waiting
 from lockstep.shards.parts import is_sharded, local_part
-from lockstep.shards.passes import Passes
+from lockstep.shards.passes import PASS_LIMIT, Passes
 
 
 @torch.no_grad()
@@ -30,7 +31,8 @@ def clip_sharded(parameters: Sequence[torch.nn.Parameter], max_norm: float, pass
     wide = torch.float64 if device.type == "cpu" else torch.float32
     square = torch.stack([n.to(device, wide) for n in norms]).square().sum() if norms else torch.zeros((), dtype=wide)
     square = square.to(device)
-    dist.all_reduce(square, group=passes.group)
+    with waiting("the gradients of every rank", PASS_LIMIT, verb=f"rank {passes.rank} waits for "):
+        dist.all_reduce(square, group=passes.group)
     norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     parts = [part for part in map(local_part, gradients) if part.numel()]

@@ -10,6 +10,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from lockstep.report.waits import waiting
+
 # The rank that holds the engine, and gets whole tensors.
 OWNER = 0
 T = TypeVar("T", bound=torch.Tensor | None)
@@ -44,5 +46,7 @@ def collected(tensor: torch.Tensor) -> torch.Tensor:
     if mine.shape[0] < rows:
         mine = torch.cat([mine, mine.new_zeros(rows - mine.shape[0], *shape[1:])])
     whole = mine.new_empty(mesh.size() * rows, *shape[1:]) if mesh.get_local_rank() == OWNER else None
-    dist.gather(mine, None if whole is None else list(whole.split(rows)), dst=OWNER, group=mesh.get_group())
+    parts = None if whole is None else list(whole.split(rows))
+    with waiting("every rank's part of a tensor", verb=f"rank {mesh.get_local_rank()} waits for "):
+        dist.gather(mine, parts, dst=OWNER, group=mesh.get_group())
     return part if whole is None else whole[: shape[0]]

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError
+from lockstep.report.waits import waiting
 
 # A number above every act: a rank failed in the middle of one.
 _BROKEN = 2**62
@@ -42,9 +43,10 @@ class Passes:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._limit = limit
         # Over gloo, for votes and for the plans of checkpoints.
-        self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))
-        # The sharded models' own group, with the limit of one act.
-        self.group = dist.new_group(timeout=timedelta(seconds=PASS_LIMIT))
+        with waiting("every rank to begin", limit, verb=f"rank {self.rank} waits for "):
+            self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))
+            # The sharded models' own group, with the limit of one act.
+            self.group = dist.new_group(timeout=timedelta(seconds=PASS_LIMIT))
         self._plays: list[Callable[[], object]] = []
         self._failed = self._broken = False
         # How many acts of other ranks this rank has played.
@@ -111,7 +113,9 @@ class Passes:
             return _BROKEN
         ballot = torch.tensor([_BROKEN if self._failed else act])
         try:
-            dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control)
+            what = "every rank, before its next forward of the sharded model"
+            with waiting(what, self._limit, verb=f"rank {self.rank} waits for "):
+                dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=self.control)
         except RuntimeError as error:
             self._broken = True
             raise LockstepError(

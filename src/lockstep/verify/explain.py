@@ -8,6 +8,15 @@ from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.parity.receipt import RECEIPT, read_receipt
+from lockstep.report.judged_gap import (
+    MEANS,
+    alone_above,
+    closest,
+    judged_means,
+    largest_gaps,
+    steps_alone,
+    waiting_tokens,
+)
 
 Line = dict[str, Any]
 _PARTS = ("semantics", "numerics", "staleness", "defect")
@@ -60,20 +69,33 @@ def _gaps(steps: list[Line], start: Line) -> list[str]:
     if not checked:
         return ["gap         no token was sampled by the weights that learned from it", *_canaries(steps)]
     mean = _mean(steps)
-    worst = max(steps, key=lambda s: s["max_abs_gap"])
     compared = [s for s in steps if s["checked_tokens"]]
     third = max(len(compared) // 3, 1)
     early, late = (_mean(part) for part in (compared[:third], compared[-third:]))
-    limit = start["limits"]
-    allowed = worst.get("max_allowed", limit["max"])
+    worst = closest(largest_gaps(steps, start["limits"]["max"]))
+    assert worst is not None
     trend = "grows" if late > 2 * early else "falls" if early > 2 * late else "is steady"
     return [
-        f"gap         mean {mean:.1e} (limit {limit['mean']:.0e}), max {worst['max_abs_gap']:.1e} (limit {allowed:.1e}) "
-        f"at step {worst['step']}, request {worst['worst_request']}",
+        f"gap         mean {mean:.1e}, max {worst.figure:.1e} (limit {worst.limit:.1e}) "
+        f"at step {worst.lines[0]['step']}, request {worst.lines[0]['worst_request']}",
         f"            {checked} tokens checked in {len(steps)} steps; it {trend}: {early:.1e} in the first third, "
         f"{late:.1e} in the last",
+        *_judged(steps),
         *_canaries(steps),
     ]
+
+
+def _judged(steps: list[Line]) -> list[str]:
+    """The means that were compared with their limits, and single steps above a limit; empty for a receipt without them."""
+    lines = []
+    for name in MEANS:
+        judged = judged_means(steps, name)
+        if (worst := closest(judged)) is not None:
+            alone = steps_alone(alone_above(judged), name)
+            lines.append(f"            judged: {'; '.join(filter(None, [worst.text, alone]))}")
+    if waiting := waiting_tokens(steps):
+        lines.append(f"            the means of the last {waiting} tokens are not judged yet: they are too few")
+    return lines
 
 
 def _canaries(steps: list[Line]) -> list[str]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lockstep.parity.logprobs.gap import GapStats, over_limits
+from lockstep.parity.logprobs.gap import GapStats, bounds, over_limits
 from lockstep.parity.tolerances import Tolerance
 
 
@@ -40,7 +40,7 @@ def gap_row(proof: str, gap: GapStats, limit: Tolerance, fix: str, note: str = "
     """A row for a parity gap."""
     passed = not over_limits(gap, limit)
     figure = f"mean {gap.mean_abs:.1e}, max {gap.max_abs:.1e}, k3 {gap.k3:.0e}, {gap.tokens} tokens{note}"
-    allowed = f"{limit.mean:g}, {limit.largest(gap.tokens):.2g}, {limit.k3:g}"
+    allowed = ", ".join(f"{bound:.2g}" for bound in bounds(gap, limit))
     details = {"tokens": gap.tokens, "mean": gap.mean_abs, "max": gap.max_abs, "k3": gap.k3, "worst": gap.worst}
     return Row(proof, figure, allowed, passed, "" if passed else fix, details)
 

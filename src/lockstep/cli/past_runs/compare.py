@@ -164,6 +164,7 @@ _RESULTS: dict[str, Callable[[PastRun], str]] = {
     "tokens checked, failed": _summed(lambda s: f"{s['parity']['checked_tokens']}, {s['parity']['failed']}"),
     "gap, mean": _summed(lambda s: f"{s['parity']['mean_abs_gap']:.1e}"),
     "gap, largest": _summed(lambda s: f"{s['parity']['max_abs_gap']:.1e}"),
+    "gap, closest to its limit": _summed(lambda s: s["parity"].get("closest_to_limit", {}).get("text", "–")),
     "seconds in all": _summed(lambda s: f"{s['wall_s']:.0f}"),
     "tokens per second": _summed(lambda s: f"{s['tokens_per_s']:.0f}"),
 }

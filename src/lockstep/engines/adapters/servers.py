@@ -28,6 +28,7 @@ from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.probe import decode_floats
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
+from lockstep.report.waits import waiting
 
 # vLLM needs a path for each adapter. This prefix and the adapter's name take its place (`engines/adapters/worker.py`).
 PATH = "lockstep:"
@@ -158,14 +159,15 @@ class ServerAdapters:
     @contextmanager
     def reserved(self) -> Iterator[None]:
         deadline = time.monotonic() + self._engine.timeout
-        while not self._reserve(self._engine.timeout):
-            self._reserve(0.0)
-            if time.monotonic() > deadline:
-                raise InputError(
-                    "another run is pushing to the same server, and its push does not end; start this run again later"
-                )
-            # Two runs may each have reserved some of the servers. The random wait keeps them from colliding again.
-            time.sleep(_RESERVE_EVERY * (1 + secrets.randbelow(100) / 100))
+        with waiting("another run, which pushes to the same server", self._engine.timeout):
+            while not self._reserve(self._engine.timeout):
+                self._reserve(0.0)
+                if time.monotonic() > deadline:
+                    raise InputError(
+                        "another run is pushing to the same server, and its push does not end; start this run again later"
+                    )
+                # Two runs may each have reserved some of the servers. The random wait keeps them from colliding again.
+                time.sleep(_RESERVE_EVERY * (1 + secrets.randbelow(100) / 100))
         try:
             yield
         except BaseException:

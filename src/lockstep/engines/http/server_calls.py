@@ -27,6 +27,7 @@ from lockstep.engines.http.greeting import GREETING, NONCE_HEADER, PROOF_HEADER,
 from lockstep.engines.protocol import EngineSettings
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.errors import EngineLost, InputError, LockstepError
+from lockstep.report.waits import waiting
 
 # Number of characters of an answer that an error message shows.
 _SHOWN = 300
@@ -128,7 +129,8 @@ class ServerCalls:
         """Send one HTTP request. Returns the answer and its text."""
         try:
             call = self._client.request(method, path, headers=headers, timeout=limit, **rest)
-            answer = await asyncio.wait_for(call, limit)
+            with waiting(f"the server at {self.url} to answer {path}", limit):
+                answer = await asyncio.wait_for(call, limit)
             return answer, answer.text
         except (TimeoutError, httpx.TimeoutException) as error:
             raise self._lost(path, f"did not answer within {limit:.0f} s") from error

@@ -14,6 +14,7 @@ from lockstep.engines.protocol import EngineSettings
 from lockstep.engines.vllm.arguments import SERVER_BACKEND
 from lockstep.engines.vllm.settings import differing_settings, settings_from
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
+from lockstep.report.waits import waiting
 
 # Seconds that one health check may take, and seconds between two health checks.
 HEALTH_LIMIT, HEALTH_EVERY = 5.0, 0.5
@@ -25,10 +26,12 @@ def await_health(server: ServerCalls, timeout: float, closed: threading.Event) -
     Raises:
         LockstepError: it was not within `timeout` seconds.
     """
-    deadline = time.monotonic() + timeout
-    while problem := server.health_problem(min(HEALTH_LIMIT, timeout)):
-        if closed.wait(HEALTH_EVERY) or time.monotonic() > deadline or "CERTIFICATE" in problem:
-            raise unreachable(server, timeout, problem)
+    deadline, problem = time.monotonic() + timeout, server.health_problem(min(HEALTH_LIMIT, timeout))
+    with waiting(f"the server at {server.url} to be ready", timeout, lambda: problem or ""):
+        while problem:
+            if closed.wait(HEALTH_EVERY) or time.monotonic() > deadline or "CERTIFICATE" in problem:
+                raise unreachable(server, timeout, problem)
+            problem = server.health_problem(min(HEALTH_LIMIT, timeout))
 
 
 def unreachable(server: ServerCalls, timeout: float, problem: str) -> LockstepError:

@@ -40,6 +40,7 @@ from lockstep.engines.protocol import (
 )
 from lockstep.engines.vllm.settings import changed_settings
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
+from lockstep.report.waits import waiting
 
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
 
@@ -320,16 +321,8 @@ class VLLMServer:
         self.adapters.forget()
         if self._transport is not None:
             self._transport.forget()
-        before, deadline = self._settings, time.monotonic() + self._timeout
-        while problems := self.servers.problems(self._timeout):
-            is_late = self._closed.wait(HEALTH_EVERY) or time.monotonic() > deadline
-            gone = [server for server in problems if is_late or not self.is_wanted(server.url)]
-            if len(gone) < len(self._servers):
-                for server in gone:
-                    waited = f"did not come back within {self._timeout:.0f} s" if is_late else "is not wanted any more"
-                    self._drop([server], f"it {waited} ({problems[server]})")
-            elif is_late:
-                raise unreachable(gone[0], self._timeout, problems[gone[0]])
+        before = self._settings
+        self._await_all()
         self._settings, self._wire_dtype = self.servers.agreed()
         if self._settings != before:
             raise ProofError(
@@ -338,6 +331,28 @@ class VLLMServer:
                 "the server was started again with another command line or model",
                 "start it with the earlier command line, and resume from the last checkpoint",
             )
+
+    def _await_all(self) -> None:
+        """Wait until every server can be used. The ones that leave are dropped."""
+        deadline, problems = time.monotonic() + self._timeout, dict[ServerCalls, str]()
+        urls = ", ".join(server.url for server in self._servers)
+        with waiting(f"the server at {urls} to come back", self._timeout, lambda: "; ".join(problems.values())):
+            while problems := self.servers.problems(self._timeout):
+                self._drop_gone(problems, is_late=self._closed.wait(HEALTH_EVERY) or time.monotonic() > deadline)
+
+    def _drop_gone(self, problems: dict[ServerCalls, str], *, is_late: bool) -> None:
+        """Go on without the servers that are not wanted any more or, if it `is_late`, without all that cannot be used.
+
+        Raises:
+            LockstepError: it is late, and no server can be used.
+        """
+        gone = [server for server in problems if is_late or not self.is_wanted(server.url)]
+        if len(gone) < len(self._servers):
+            for server in gone:
+                waited = f"did not come back within {self._timeout:.0f} s" if is_late else "is not wanted any more"
+                self._drop([server], f"it {waited} ({problems[server]})")
+        elif is_late:
+            raise unreachable(gone[0], self._timeout, problems[gone[0]])
 
     def leave(self, urls: Collection[str], why: str) -> None:
         """Send nothing more to some servers. At least one other server remains. They may still answer requests that they have."""

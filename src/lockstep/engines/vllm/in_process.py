@@ -44,6 +44,7 @@ from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import PromptPictures
 from lockstep.models.vision import reads_pictures
 from lockstep.report.busy import busy
+from lockstep.report.waits import waiting
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -144,7 +145,8 @@ class VLLMInProcess:
 
     def _call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Call a method of every worker, or a function with every worker as its first argument. Returns the results by rank."""
-        with self._noting_failure():
+        name = method if isinstance(method, str) else method.__name__
+        with self._noting_failure(), waiting(f"vLLM's workers to do {name}", self._timeout):
             return self._llm.collective_rpc(method, timeout=self._timeout, args=args)
 
     @contextmanager

@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.report.waits import waiting
+
 try:
     from openenv.core import GenericEnvClient
 except ImportError as error:
@@ -72,7 +74,11 @@ class _Session:
 def make_session(base_url: str, name: str, answer: str | None, shown: str | None, columns: Sequence[str]) -> _Session:
     """The session, as an object of a class whose methods fit the server's actions."""
     try:
-        with urllib.request.urlopen(f"{base_url.rstrip('/')}/schema", timeout=_TIMEOUT) as response:
+        url = f"{base_url.rstrip('/')}/schema"
+        with (
+            waiting(f"the OpenEnv server at {base_url}", _TIMEOUT),
+            urllib.request.urlopen(url, timeout=_TIMEOUT) as response,
+        ):
             action = json.load(response)["action"]
     except (OSError, ValueError, KeyError) as error:
         raise ConnectionError(f"no OpenEnv server answers at {base_url} ({error})") from error

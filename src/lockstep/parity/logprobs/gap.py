@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -138,20 +139,61 @@ def check_count(stats: GapStats, expected_tokens: int, version: int) -> None:
         )
 
 
-def over_limits(stats: GapStats, limit: Tolerance) -> list[str]:
-    """The limits that a gap exceeds, with the figures; empty if the gap passes.
+class GapBounds(NamedTuple):
+    """What the figures of a gap are compared with, in nats."""
+
+    mean_abs: float
+    max_abs: float
+    k3: float
+
+
+def bounds(stats: GapStats, limit: Tolerance) -> GapBounds:
+    """The limits on the figures of this gap.
 
     One token may have the largest allowed gap. Therefore each limit on a mean grows by the worst token's part of the mean.
     """
     largest, tokens = limit.largest(stats.tokens), max(stats.tokens, 1)
     worst = min(stats.max_abs, largest)
+    return GapBounds(limit.mean + worst / tokens, largest, limit.k3 + (math.expm1(worst) - worst) / tokens)
+
+
+def over_limits(stats: GapStats, limit: Tolerance) -> list[str]:
+    """The limits that a gap exceeds, with the figures; empty if the gap passes."""
+    allowed = bounds(stats, limit)
     figures = (
-        ("mean_abs_gap", stats.mean_abs, limit.mean + worst / tokens),
-        ("max_abs_gap", stats.max_abs, largest),
-        ("k3", stats.k3, limit.k3 + (math.expm1(worst) - worst) / tokens),
+        ("mean_abs_gap", stats.mean_abs, allowed.mean_abs),
+        ("max_abs_gap", stats.max_abs, allowed.max_abs),
+        ("k3", stats.k3, allowed.k3),
     )
     # `not value <= bound` instead of `value > bound`, so that NaN fails.
     return [f"{name} {value:.3g} > {bound:.3g}" for name, value, bound in figures if not value <= bound]
+
+
+class JudgedGap(NamedTuple):
+    """A gap and the limits that it was compared with. Its tokens may be those of several steps (`PooledGap`)."""
+
+    stats: GapStats
+    limit: Tolerance
+
+    def figures(self) -> dict[str, float]:
+        """Every figure with its limit, in nats, and the number of tokens; empty if nothing was compared."""
+        if not self.stats.tokens:
+            return {}
+        allowed = bounds(self.stats, self.limit)
+        return {
+            "tokens": self.stats.tokens,
+            "mean_abs_gap": self.stats.mean_abs,
+            "mean_allowed": allowed.mean_abs,
+            "max_abs_gap": self.stats.max_abs,
+            "max_allowed": allowed.max_abs,
+            "k3": self.stats.k3,
+            "k3_allowed": allowed.k3,
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """The means that were compared with their limits, as metrics; empty if nothing was compared."""
+        found = self.figures()
+        return {f"parity/judged_{name}": found[name] for name in ("mean_abs_gap", "k3", "tokens") if found}
 
 
 class PooledGap:
@@ -159,13 +201,19 @@ class PooledGap:
 
     In half precision the few tokens that a step learns from may be uncertain ones. The same token after the same text may be in
     several completions. Then all of them have one and the same rounding.
+
+    Args:
+        waiting: the pool that an earlier process of the run has left.
+
+    Attributes:
+        waiting: sums over the tokens whose means are not checked yet.
     """
 
     # From this number of tokens on, the mean and k3 of bf16 rounding are as steady as those of a whole step.
     enough = 256
 
-    def __init__(self) -> None:
-        self._gap = GapStats()
+    def __init__(self, waiting: GapStats = GapStats()) -> None:
+        self.waiting = waiting
 
     def add(self, stats: GapStats, limit: Tolerance) -> GapStats:
         """Add a step's gap to the pool.
@@ -173,11 +221,11 @@ class PooledGap:
         Returns:
             The gap to check against `limit`. It is empty if the pool has too few tokens and no single token is over its limit.
         """
-        pooled = self._gap + stats
+        pooled = self.waiting + stats
         if pooled.tokens >= self.enough or not stats.max_abs <= limit.largest(stats.tokens):
-            self._gap = GapStats()
+            self.waiting = GapStats()
             return pooled
-        self._gap = pooled
+        self.waiting = pooled
         return GapStats()
 
 

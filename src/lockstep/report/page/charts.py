@@ -6,6 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lockstep.report.judged_gap import judged_means
 from lockstep.report.page.run_record import Line, RunRecord
 from lockstep.report.page.svg import Limit, Series, histogram, line_chart, stacked_bars
 
@@ -60,7 +61,7 @@ def charts_of(run: RunRecord) -> str:
     drawn = [
         _figure("Reward", "of training rollouts; points: evaluations", line_chart(_rewards(run))),
         _figure("Rewards, rollout by rollout", "share of the rollouts of a step, in %", _spread(run)),
-        _figure(_GAP.title, _GAP.unit, line_chart(_series(steps, _GAP), gap_limits(run), log=True)),
+        _figure(_GAP.title, _GAP.unit, line_chart(_gaps(run), gap_limits(run), log=True)),
         *(_figure(c.title, c.unit, line_chart(_series(steps, c), log=c.log)) for c in CHARTS),
         _figure(
             "Evidence against the draws",
@@ -101,11 +102,24 @@ def charts_of_several(runs: Mapping[str, RunRecord]) -> str:
 
 
 def gap_limits(run: RunRecord) -> list[Limit]:
-    """The limits on the mean and on the largest gap; the tightest of all steps, because the latter depends on the tokens."""
+    """The limits on the mean and on the largest gap. The latter depends on the tokens of a step, and falls during a run."""
     limits = run.start.get("limits", {})
-    largest = [line["max_allowed"] for line in run.proven if "max_allowed" in line]
-    found = [Limit("limit of the mean", limits["mean"])] if "mean" in limits else []
-    return found + ([Limit("limit of the largest", min(largest))] if largest else [])
+    largest = [(line["step"], line["max_allowed"]) for line in run.proven if "max_allowed" in line]
+    of_mean = "limit of the judged mean" if _judged_later(run) else "limit of the mean"
+    found = [Limit(of_mean, limits["mean"])] if "mean" in limits else []
+    return found + ([Limit("limit of the largest", largest[-1][1], largest)] if largest else [])
+
+
+def _gaps(run: RunRecord) -> list[Series]:
+    """The gaps of the logs; and the means that were judged, where these are not the means of single steps."""
+    judged = judged_means(run.proven, "mean_abs_gap") if _judged_later(run) else []
+    means = [Series("judged mean |g|", [(one.lines[-1]["step"], one.figure) for one in judged])] if judged else []
+    return _series(run.steps, _GAP) + means
+
+
+def _judged_later(run: RunRecord) -> bool:
+    """Whether means were judged over the tokens of several steps."""
+    return any("waiting" in line for line in run.proven)
 
 
 def evaluation_points(run: RunRecord) -> list[tuple[float, float | None]]:

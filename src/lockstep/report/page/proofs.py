@@ -6,6 +6,15 @@ import html
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lockstep.report.judged_gap import (
+    alone_above,
+    closest,
+    judged_means,
+    largest_gaps,
+    mean_of,
+    steps_alone,
+    waiting_tokens,
+)
 from lockstep.report.page.charts import DRAWS_LIMIT
 from lockstep.report.page.run_record import Line, RunRecord
 from lockstep.report.page.svg import number
@@ -16,13 +25,14 @@ class Measured(NamedTuple):
 
     Attributes:
         figure: the figure that came closest to its limit.
+        limit: None if it was not compared with a limit, or if the receipt does not say with which.
         where: at which step, in which request or module.
     """
 
     name: str
     what: str
     figure: float
-    limit: float
+    limit: float | None
     where: str
     unit: str = "nats"
 
@@ -60,23 +70,27 @@ def measured_proofs(run: RunRecord) -> list[Measured]:
     compared = [line for line in steps if line.get("checked_tokens")]
     found = list(_at_start(run))
     if compared and "mean" in limits:
-        worst = max(compared, key=lambda s: s["sum_abs_gap"] / s["checked_tokens"])
-        mean = worst["sum_abs_gap"] / worst["checked_tokens"]
         found.append(
-            Measured("gap, mean", "engine's and trainer's log-prob of every token", mean, limits["mean"], _at(worst))
+            _mean("gap, mean", "engine's and trainer's log-prob of every token", "mean_abs_gap", steps, limits["mean"])
         )
-        worst = max(compared, key=lambda s: s["max_abs_gap"] / s.get("max_allowed", limits["max"]))
-        allowed, where = worst.get("max_allowed", limits["max"]), f"{_at(worst)}, request {worst['worst_request']}"
-        found.append(Measured("gap, largest", "the same, the worst token", worst["max_abs_gap"], allowed, where))
-        worst = max(compared, key=lambda s: s["sum_k3"] / s["checked_tokens"])
-        k3 = worst["sum_k3"] / worst["checked_tokens"]
-        found.append(Measured("gap, k3", "the same, as an estimate of the KL divergence", k3, limits["k3"], _at(worst)))
+        largest = closest(largest_gaps(compared, limits["max"]))
+        assert largest is not None
+        where = f"{_at(largest.lines[0])}, request {largest.lines[0]['worst_request']}"
+        found.append(Measured("gap, largest", "the same, the worst token", largest.figure, largest.limit, where))
+        found.append(_mean("gap, k3", "the same, as an estimate of the KL divergence", "k3", steps, limits["k3"]))
     for name in dict.fromkeys(key for line in steps for key, value in line.items() if _is_gap(value)):
         own = [line for line in steps if _is_gap(line.get(name)) and line[name]["tokens"]]
         if own and "max" in limits:
-            worst = max(own, key=lambda s: s[name]["max_abs_gap"])
-            figure, what = worst[name]["max_abs_gap"], "sequences scored again with the current weights"
-            found.append(Measured(name.replace("_", " "), what, figure, limits["max"], _at(worst)))
+            # An earlier version wrote the limit for the number of the canary's tokens only.
+            otherwise = limits["max"] if name == "canary" else None
+            what = "sequences scored again with the current weights"
+            rows = [
+                Measured(
+                    name.replace("_", " "), what, s[name]["max_abs_gap"], s[name].get("max_allowed", otherwise), _at(s)
+                )
+                for s in own
+            ]
+            found.append(max(rows, key=lambda row: (row.share, row.figure)))
     probed = [line for line in steps if "worst_module" in line]
     if probed and "module_probe" in limits:
         worst = max(probed, key=lambda s: s["worst_module"]["error"])
@@ -99,6 +113,26 @@ def measured_proofs(run: RunRecord) -> list[Measured]:
         what = "tokens are draws from the reported distribution; evidence against it"
         found.append(Measured("draws", what, figure, DRAWS_LIMIT, _at(last), "power of ten"))
     return found
+
+
+def _mean(name: str, what: str, figure: str, steps: Sequence[Line], limit: float) -> Measured:
+    """A mean of the gap that was judged. An earlier version wrote only the sums of single steps: then it is that of the run."""
+    judged = judged_means(steps, figure)
+    if (worst := closest(judged)) is not None:
+        alone = steps_alone(alone_above(judged), figure)
+        return Measured(name, what, worst.figure, worst.limit, "; ".join(filter(None, [worst.where, alone])))
+    if waiting := waiting_tokens(steps):
+        found = mean_of(steps, figure)
+        return Measured(name, what, found, None, f"not judged: {waiting} tokens are too few for a mean")
+    compared = [line for line in steps if line.get("checked_tokens")]
+    above = [line for line in compared if mean_of([line], figure) > limit]
+    if not above:
+        highest = max(compared, key=lambda line: mean_of([line], figure))
+        return Measured(name, what, mean_of([highest], figure), limit, _at(highest))
+    whole = mean_of(steps, figure)
+    where = f"mean of the whole run; its receipt does not say what was judged; {steps_alone(above, figure)}"
+    # Each judgement also allowed for its worst token.
+    return Measured(name, what, whole, limit if whole <= limit else None, where)
 
 
 def proofs_section(run: RunRecord) -> str:
@@ -199,10 +233,15 @@ def _row(proof: Measured) -> str:
     kind = "bad" if proof.share > 1 else "near" if proof.share > 0.5 else "good"
     times = 1 / proof.share if proof.share > 0 else 0.0
     margin = f"{times:,.0f} times below" if times >= 10 else f"{times:.1f} times below" if times else "nothing found"
+    limit = "–" if proof.limit is None else number(proof.limit, 3)
+    if proof.limit is None:
+        margin = "–"
+    elif times < 1 and times:
+        margin = f"{proof.share:.2g} times the limit"
     bar = f"<span class='meter'><span class='{kind}' style='width:{min(proof.share, 1) * 100:.1f}%'></span></span>"
     return (
         f"<tr><td><code>{html.escape(proof.name)}</code></td><td>{html.escape(proof.what)}</td>"
-        f"<td>{number(proof.figure, 3)} <small>{proof.unit}</small>{bar}</td><td class='figure'>{number(proof.limit, 3)}</td>"
+        f"<td>{number(proof.figure, 3)} <small>{proof.unit}</small>{bar}</td><td class='figure'>{limit}</td>"
         f"<td>{margin}</td><td class='said'>{html.escape(proof.where)}</td></tr>"
     )
 
@@ -219,7 +258,9 @@ def _counts(steps: Sequence[Line]) -> str:
     others = [f"{stale} are of older weights"] if stale else []
     others += [f"{aside} have no gradient and were not drawn"] if aside else []
     more = f" ({', '.join(others)})" if others else ""
-    return f"{checked} of {sampled} sampled tokens were compared with the trainer{more}."
+    waiting = waiting_tokens(steps)
+    last = f" The means of the last {waiting} tokens are not judged yet: they are too few." if waiting else ""
+    return f"{checked} of {sampled} sampled tokens were compared with the trainer{more}.{last}"
 
 
 def _at(line: Line) -> str:
@@ -227,4 +268,4 @@ def _at(line: Line) -> str:
 
 
 def _is_gap(value: object) -> bool:
-    return isinstance(value, dict) and "max_abs_gap" in value and "tokens" in value
+    return isinstance(value, dict) and "max_abs_gap" in value and "tokens" in value and "mean_allowed" not in value

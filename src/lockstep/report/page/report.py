@@ -6,12 +6,14 @@ The page is one file below a megabyte. It loads nothing, runs no script, and esc
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
 from lockstep.report.durations import clock
-from lockstep.report.page.charts import charts_of, gap_limits
+from lockstep.report.judged_gap import closest, largest_gaps
+from lockstep.report.page.charts import charts_of
 from lockstep.report.page.proofs import failure_section, proofs_section
 from lockstep.report.page.rollouts import evaluations_section, training_section, turns_section
 from lockstep.report.page.run_record import Line, RunRecord
@@ -149,9 +151,9 @@ def figures_of(run: RunRecord) -> dict[str, str]:
     if held:
         found["held-out reward"] = " → ".join(held)
     if proven:
-        largest = max(line["max_abs_gap"] for line in proven)
-        limits = [limit.value for limit in gap_limits(run) if "largest" in limit.name]
-        found["largest gap"] = number(largest, 2) + (f" of {number(limits[0], 2)}" if limits else "") + " nats"
+        if (largest := closest(largest_gaps(proven, math.inf))) is not None:
+            of = f" of {number(largest.limit, 2)}" if largest.limit < math.inf else ""
+            found["largest gap"] = f"{number(largest.figure, 2)}{of} nats"
         found["tokens compared"] = f"{sum(line['checked_tokens'] for line in proven):,}"
     cut = [line["completions/clipped_ratio"] for line in steps if "completions/clipped_ratio" in line]
     if cut:

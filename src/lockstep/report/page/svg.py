@@ -32,10 +32,15 @@ class Series(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """A horizontal line that values must stay below."""
+    """A line that values must stay below.
+
+    Attributes:
+        points: the limit at each step, for a limit that changes; `value` is then the last one.
+    """
 
     name: str
     value: float
+    points: Sequence[tuple[float, float]] = ()
 
 
 def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: bool = False) -> str:
@@ -49,14 +54,20 @@ def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: b
     if not known:
         return ""
     ys = [y for _, _, points in known for _, y in points]
-    axis = _Axis.of([*ys, *(limit.value for limit in limits)], log=log)
+    bounds = [y for limit in limits for y in (limit.value, *(y for _, y in limit.points))]
+    axis = _Axis.of([*ys, *bounds], log=log)
     xs = [x for _, _, points in known for x, _ in points]
     first, last = min(xs), max(xs)
     across = _across(first, last)
     parts = [_frame(axis, _ticks(first, last, whole=True), across)]
     for limit in limits:
         y = axis.place(limit.value)
-        parts.append(f"<line class='limit' x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
+        if len(limit.points) > 1:
+            places = [(across(min(max(x, first), last)), axis.place(y)) for x, y in _thinned(list(limit.points))]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            parts.append(f"<polyline class='limit' fill='none' points='{path}'/>")
+        else:
+            parts.append(f"<line class='limit' x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
         label = f"<text x='{_WIDTH - _RIGHT}' y='{y + 12:.1f}' text-anchor='end'>"
         parts.append(f"{label}{html.escape(limit.name)} {number(limit.value, 3)}</text>")
     for place, s, points in known:
@@ -230,12 +241,13 @@ def _titles(
     xs = sorted({x for own in values.values() for x in own})
     chosen = xs if len(xs) <= _COLUMNS else [xs[i * len(xs) // _COLUMNS] for i in range(_COLUMNS)]
     places = [across(x) for x in chosen]
-    more = "".join(f", {limit.name} {limit.value:.4g}" for limit in limits)
+    allowed = [(limit.name, limit.value, dict(limit.points)) for limit in limits]
     parts = []
     for i, x in enumerate(chosen):
         start = _LEFT if i == 0 else (places[i - 1] + places[i]) / 2
         end = _WIDTH - _RIGHT if i + 1 == len(places) else (places[i] + places[i + 1]) / 2
         words = ", ".join(f"{name} {own[x]:.4g}" for name, own in values.items() if x in own)
+        more = "".join(f", {name} {own.get(x, value):.4g}" for name, value, own in allowed)
         parts.append(_column(start, end - start, f"step {x:g}: {words}{more}"))
     return "".join(parts)
 

@@ -9,7 +9,7 @@ pickle. If the answer is the same object for every rank, the owner encodes it on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.report.waits import waiting
 from lockstep.rollouts.across_ranks.frames import decode, encode
 from lockstep.shards.passes import BrokenPass, Passes
 
@@ -39,7 +40,8 @@ class Ranks:
         self.rank = dist.get_rank() if several else _OWNER
         self.count = dist.get_world_size() if several else 1
         # A separate group. If a rank already runs the trainer's collectives, a call here times out instead of mixing with them.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)) if several else None
+        with waiting("every rank to begin", limit) if several else nullcontext():
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit)) if several else None
         # Where models are sharded: what all ranks must do together (`shards/passes.py`).
         self.passes: Passes | None = None
 
@@ -192,7 +194,8 @@ class Ranks:
     @contextmanager
     def _waiting(self, name: str, whom: str) -> Iterator[None]:
         try:
-            yield
+            with waiting(f"{whom} at {name!r}", self._limit, verb=f"rank {self.rank} waits for "):
+                yield
         except LockstepError:
             raise
         except RuntimeError as error:

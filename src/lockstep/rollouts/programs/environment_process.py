@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError
+from lockstep.report.waits import waiting
 
 _RUNNER = Path(__file__).with_name("environment_runner.py")
 # Seconds in which a process must have made its environment.
@@ -92,7 +93,8 @@ def in_process(
         late = threading.Timer(_START, _kill, [process])
         late.start()
         try:
-            about = _exchange(process, None)
+            with waiting(f"the process of environment {start.__name__} to begin", _START):
+                about = _exchange(process, None)
             if "error" in about:
                 raise LockstepError(about["error"])
             if not classes:

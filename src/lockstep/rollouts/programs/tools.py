@@ -19,6 +19,7 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
 from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.report.waits import waiting
 from lockstep.rollouts.programs.content import Content, Process, content_of, giving, printable, shows_no_images
 from lockstep.rollouts.programs.workers import Raised, TookTooLong, ToolLoop, Worker, in_thread
 from lockstep.rollouts.scores.coroutines import is_coroutine_function
@@ -194,11 +195,12 @@ class ToolCalls:
             self._open.remove(calls)
 
     async def _result(self, function: Callable[..., Any], given: Mapping[str, Any], worker: Worker | None) -> Any:
-        if is_coroutine_function(function):
-            return await self.loop.run(lambda: function(**given), self.timeout)
-        if worker is not None:
-            return await worker.run(lambda: function(**given), self.timeout)
-        return await in_thread(lambda: function(**given), self.timeout)
+        with waiting(f"the call of {_name_of(function)}", self.timeout):
+            if is_coroutine_function(function):
+                return await self.loop.run(lambda: function(**given), self.timeout)
+            if worker is not None:
+                return await worker.run(lambda: function(**given), self.timeout)
+            return await in_thread(lambda: function(**given), self.timeout)
 
     async def settled(self) -> bool:
         """Wait for calls of quick functions. False: no rollout waits for such a call, or has yet to go on after one.

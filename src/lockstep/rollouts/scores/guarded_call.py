@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 
 from lockstep.errors import InputError
+from lockstep.report.waits import waiting
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
     Raises:
         TooSlow: the call took longer.
     """
-    with _torch_as_before(what), _limit(seconds) as is_late:
+    with waiting(what, seconds), _torch_as_before(what), _limit(seconds) as is_late:
         try:
             return call()
         except _TooLate:

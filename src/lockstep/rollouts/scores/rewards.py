@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from lockstep.errors import InputError
 from lockstep.images.reading import with_opened_images
+from lockstep.report.waits import waiting
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.scores.coroutines import Interrupted, is_coroutine_function, run_coroutine, unwrapped
 from lockstep.rollouts.scores.guarded_call import TooSlow, call_within
@@ -220,7 +221,8 @@ def _own_lists(arguments: dict[str, Any]) -> dict[str, Any]:
 async def _call_all(functions: dict[int, RewardFunction], arguments: dict[str, Any], timeout: float) -> dict[int, Any]:
     async def one(function: RewardFunction) -> Any:
         try:
-            return await asyncio.wait_for(_awaited(function, arguments), timeout)
+            with waiting(f"reward function {reward_name(function)}", timeout):
+                return await asyncio.wait_for(_awaited(function, arguments), timeout)
         except TimeoutError as error:
             raise InputError(f"reward function {reward_name(function)} took longer than {timeout:g} s") from error
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import InputError
+from lockstep.report.waits import waiting
 
 _logger = logging.getLogger(__name__)
 # The version whose names are used here: `ds_tensor`, `ds_status`, `all_gather_coalesced` and `partition` of a parameter.
@@ -114,7 +115,8 @@ def send_as(parameter: Any, dtype: torch.dtype) -> None:
 
 def gather(parameters: Sequence[Any]) -> None:
     """Gather parameters from all ranks, so that their `data` is whole. Every rank calls with the same parameters."""
-    parameters[0].all_gather_coalesced(parameters).wait()
+    with waiting("every rank's part of a tensor"):
+        parameters[0].all_gather_coalesced(parameters).wait()
 
 
 def free(parameters: Sequence[Any]) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.errors import EngineLost
+from lockstep.report.waits import waiting
 from lockstep.sync.changes import may_be_base, meta_tensors, pieces
 from lockstep.sync.wire.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, buffer_bytes, chunks, layout, views
 from lockstep.sync.wire.deltas import Piece, arrived_pieces, available_bytes, count_of, piece_bytes, raw_bytes
@@ -142,16 +143,17 @@ class GlooTransport:
             raise
 
     def _channel(self, meeting: Meeting) -> GlooChannel:
-        return GlooChannel(connect(meeting), meeting.check)
+        return GlooChannel(connect(meeting), meeting)
 
     def _wait_for_workers(self, store: dist.Store, size: int, pending: Sequence[Future[None]]) -> None:
         """Wait until every worker has connected, or raise as soon as a server reports an error."""
         deadline = time.monotonic() + self._timeout
-        while not store.check([ready_key(rank) for rank in range(1, size)]):
-            check_pending(pending)
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"not every server connected to {self._host} within {self._timeout:.0f} s")
-            time.sleep(_POLL_EVERY)
+        with waiting(f"the servers to connect to {self._host} for the weights", self._timeout):
+            while not store.check([ready_key(rank) for rank in range(1, size)]):
+                check_pending(pending)
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"not every server connected to {self._host} within {self._timeout:.0f} s")
+                time.sleep(_POLL_EVERY)
 
 
 class Receiver:
@@ -184,7 +186,10 @@ class Receiver:
             RuntimeError: the trainer did not connect, or its connection was lost.
         """
         host, port, timeout, secret = info["host"], info["port"], info["timeout"], info["secret"]
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+        with waiting(f"the trainer at {host}:{port}, which sends weights", timeout):
+            store = dist.TCPStore(
+                host, port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False
+            )
 
         def check() -> None:
             if store.check([_PUSH_FAILED]):
@@ -227,7 +232,7 @@ class Receiver:
         control = connect(meeting)
         if info["transport"] == NCCL:
             return DeviceChannel(control, meeting, self._device, self._environment())
-        return GlooChannel(control, meeting.check)
+        return GlooChannel(control, meeting)
 
     def _places(self, sizes: Sequence[int], device: torch.device) -> list[tuple[int, int]]:
         """(start, end) of each chunk in the buffer: the two ends of the buffer in turn. Large chunks may overlap."""

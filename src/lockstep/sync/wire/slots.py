@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lockstep.report.waits import waiting
 from lockstep.sync.wire.chunks import Named, aligned, views
 
 SLOTS = 2
@@ -82,7 +83,9 @@ class TrainerSlots:
             check()
             return self._fewest_loaded() == _GIVEN_UP
 
-        if not _wait_for(lambda: self._fewest_loaded() > number - SLOTS, has_left, 0.0, self._timeout):
+        with waiting("the server to load the weights that are in shared memory", self._timeout):
+            is_free = _wait_for(lambda: self._fewest_loaded() > number - SLOTS, has_left, 0.0, self._timeout)
+        if not is_free:
             late = f"a server did not load a chunk within {self._timeout:.0f} s"
             raise RuntimeError(_WORKER_LEFT if self._fewest_loaded() == _GIVEN_UP else late)
         start = self.offset(number)
@@ -139,7 +142,9 @@ def worker_chunks(
     try:
         for number, placed in enumerate(chunks):
             is_filled = partial(_is_filled, counters, number)
-            if not _wait_for(is_filled, is_gone, _CHECK_PEER_EVERY, timeout) or not _is_at(counters, push):
+            with waiting("the trainer to put weights into shared memory", timeout):
+                has_come = _wait_for(is_filled, is_gone, _CHECK_PEER_EVERY, timeout)
+            if not has_come or not _is_at(counters, push):
                 return
             _fence()
             yield views(memory, placed)

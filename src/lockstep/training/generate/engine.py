@@ -62,7 +62,7 @@ def start_engine(
         adapter = adapter_arguments(*adapter_shape(policy))
     if config.vllm_mode == "server":
         urls = config.server_urls
-        with busy(f"waiting for {', '.join(urls)}"):
+        with busy(f"connecting to {', '.join(urls)}"):
             return connect_servers(config, urls)
     workers = config.vllm_tensor_parallel_size
     if ranks > 1 and (vllm_installed() if config.use_vllm is None else config.use_vllm):

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lockstep.errors import EngineLost, LockstepError
-from lockstep.report.busy import busy
 
 _logger = logging.getLogger(__name__)
 
@@ -46,8 +45,7 @@ class Recovery:
             self.losses += 1
             _logger.warning(f"{lost}; waiting for it")
             start = time.monotonic()
-            with busy("waiting for the engine"):
-                lost.recover()
+            lost.recover()
             self._distrust()
             _logger.warning(
                 f"the engine answers again after {time.monotonic() - start:.0f} s; giving it the weights again"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import ProofError
+from lockstep.report.waits import waiting
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.shards.model import sharded
 from lockstep.shards.parts import is_sharded
@@ -78,7 +79,8 @@ def sum_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> Non
         return
     for bucket in _buckets([p.grad for p in parameters if p.grad is not None and not is_sharded(p)]):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
-        dist.all_reduce(flat)
+        with waiting("the gradients of every rank, until ddp_timeout", verb=f"rank {ranks.rank} waits for "):
+            dist.all_reduce(flat)
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
 

@@ -20,6 +20,7 @@ from lockstep.engines.protocol import EngineSettings, LoadedWeights
 from lockstep.engines.vllm.settings import differing_settings, only_dtype, settings_from
 from lockstep.engines.vllm.workers.environment import leave_signals_to_trainer
 from lockstep.errors import LockstepError, ProofError
+from lockstep.report.waits import waiting
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -83,7 +84,8 @@ class WorkerProcesses:
         return self._call(method, *args)
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        return self._llm.collective_rpc(method, timeout=self._timeout, args=args)
+        with waiting(f"vLLM's workers to do {method}", self._timeout):
+            return self._llm.collective_rpc(method, timeout=self._timeout, args=args)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from threading import Thread
 from typing import Self
@@ -15,7 +15,8 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from lockstep.sync.wire.groups.meeting import CHECK_EVERY
+from lockstep.report.waits import waiting
+from lockstep.sync.wire.groups.meeting import CHECK_EVERY, Meeting
 
 InFlight = deque[tuple[dist.Work, torch.Tensor]]
 
@@ -33,7 +34,7 @@ class GlooChannel:
 
     Args:
         group: a group whose ranks have proven that they know the secret of the push.
-        check: called twice per second while this process waits. It raises if the push has failed.
+        meeting: this rank's part in the push. Its `check` is called twice per second while this process waits.
 
     Attributes:
         device: where the bytes must be.
@@ -41,8 +42,8 @@ class GlooChannel:
 
     device = torch.device("cpu")
 
-    def __init__(self, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
-        self._group, self._check = group, check
+    def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
+        self._group, self._check, self._timeout = group, meeting.check, meeting.timeout
 
     def broadcast(self, parts: Iterable[torch.Tensor]) -> None:
         """Broadcast tensors of bytes to every rank, in order, with two broadcasts in flight at a time. Every rank calls."""
@@ -89,15 +90,17 @@ class GlooChannel:
         """End the channel of a push that has failed."""
 
     def _wait(self, work: dist.Work) -> None:
-        while True:
-            try:
-                work.wait(timedelta(seconds=CHECK_EVERY))
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    work.wait()
+        # The group ends the wait at its time limit.
+        with waiting("the other ranks of a push to take weights", self._timeout):
+            while True:
+                try:
+                    work.wait(timedelta(seconds=CHECK_EVERY))
                     return
-            self._check()
+                except RuntimeError:
+                    if work.is_completed():
+                        work.wait()
+                        return
+                self._check()
 
     def _abandon(self, in_flight: InFlight) -> None:
         Thread(target=self._end, args=(in_flight,), daemon=True, name="lockstep-broadcast").start()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.engines.http.server_calls import is_local
+from lockstep.report.waits import waiting
 from lockstep.sync.wire.groups.channel import GlooChannel, InFlight
 from lockstep.sync.wire.groups.meeting import CHECK_EVERY, Meeting, gloo_group, in_background
 from lockstep.sync.wire.groups.proof import prove
@@ -50,8 +51,8 @@ class DeviceChannel(GlooChannel):
         device: torch.device,
         environment: AbstractContextManager[object] | None = None,
     ) -> None:
-        self.device, self._timeout = device, meeting.timeout
-        self._control = GlooChannel(control, meeting.check)
+        self.device = device
+        self._control = GlooChannel(control, meeting)
         self._is_ended = False
         signed = meeting.signed(_PREFIX)
         made: list[dist.ProcessGroup] = []
@@ -64,13 +65,13 @@ class DeviceChannel(GlooChannel):
                 prove(made[0], meeting.secret, meeting.rank, meeting.size, device)
 
         try:
-            in_background(connected, meeting.check, signed.end)
+            in_background(connected, meeting, signed.end)
         except BaseException:
             if made:
-                super().__init__(made[0], meeting.check)
+                super().__init__(made[0], meeting)
                 self.give_up()
             raise
-        super().__init__(made[0], meeting.check)
+        super().__init__(made[0], meeting)
 
     def settle(self) -> None:
         if self.device.type == "cuda":
@@ -94,14 +95,15 @@ class DeviceChannel(GlooChannel):
 
     def _wait(self, work: dist.Work) -> None:
         began = asked = time.monotonic()
-        while not work.is_completed():
-            now = time.monotonic()
-            if now - began > self._timeout:
-                raise RuntimeError(f"a broadcast from device to device did not end within {self._timeout:.0f} s")
-            if now - asked > CHECK_EVERY:
-                self._check()
-                asked = now
-            time.sleep(_POLL_EVERY)
+        with waiting("the other ranks of a push to take weights on their devices", self._timeout):
+            while not work.is_completed():
+                now = time.monotonic()
+                if now - began > self._timeout:
+                    raise RuntimeError(f"a broadcast from device to device did not end within {self._timeout:.0f} s")
+                if now - asked > CHECK_EVERY:
+                    self._check()
+                    asked = now
+                time.sleep(_POLL_EVERY)
         # Raises the operation's error.
         work.wait()
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from lockstep.errors import InputError
+from lockstep.report.waits import waiting
 from lockstep.sync.wire.groups.proof import SignedStore, authenticate
 
 T = TypeVar("T")
@@ -64,14 +65,14 @@ def connect(meeting: Meeting) -> dist.ProcessGroup:
         authenticate(group, meeting.secret, meeting.rank, meeting.size)
         return group
 
-    return in_background(connected, meeting.check, signed.end)
+    return in_background(connected, meeting, signed.end)
 
 
-def in_background(work: Callable[[], T], check: Callable[[], None], give_up: Callable[[], None]) -> T:
-    """The result of `work`, which a thread does.
+def in_background(work: Callable[[], T], meeting: Meeting, give_up: Callable[[], None]) -> T:
+    """The result of `work`, which a thread does. It connects the ranks of a push.
 
     Args:
-        check: called twice per second until the thread is ready.
+        meeting: its `check` is called twice per second until the thread is ready.
         give_up: called if `check` raises. The thread may go on.
     """
     done: Future[T] = Future()
@@ -84,8 +85,9 @@ def in_background(work: Callable[[], T], check: Callable[[], None], give_up: Cal
 
     Thread(target=run, daemon=True, name="lockstep-meeting").start()
     try:
-        while not wait([done], CHECK_EVERY).done:
-            check()
+        with waiting("the other ranks of a push of weights to connect", meeting.timeout):
+            while not wait([done], CHECK_EVERY).done:
+                meeting.check()
     except BaseException:
         give_up()
         raise

@@ -70,6 +70,7 @@ class ProofsAhead:
     seed: int
     _asked: _Asked | None = field(default=None, init=False)
     _found: dict[str, GapStats] = field(default_factory=dict, init=False)
+    _limits: dict[str, Tolerance] = field(default_factory=dict, init=False)
     # With few tokens per generation, only the largest gap is checked at once.
     _pools: dict[str, PooledGap] = field(
         default_factory=lambda: {name: PooledGap() for name in ("asked_again", "sampled_ahead")}, init=False
@@ -120,6 +121,7 @@ class ProofsAhead:
         for name, completion in asked.drawn.items():
             gap = gap + self._again(completion, scores[name])
         self._found["asked_again"] = gap
+        self._limits |= dict.fromkeys(("canary", "asked_again"), limit)
         check_gap(
             self._pools["asked_again"].add(gap, limit),
             limit,
@@ -150,7 +152,7 @@ class ProofsAhead:
         Yields:
             For each generation with new tokens, the gap to check, and the completions with these tokens.
         """
-        self._found["sampled_ahead"] = GapStats()
+        self._found["sampled_ahead"], self._limits["sampled_ahead"] = GapStats(), limit
         self._compared = {number: self._compared.get(number, 0) for number in begun}
         for number, completions in begun.items():
             now = [c for c in completions if bool((c.sampled_versions == version).any())]
@@ -167,9 +169,9 @@ class ProofsAhead:
             self._found["sampled_ahead"] += gap
             yield self._pools["sampled_ahead"].add(gap, limit), drawn
 
-    def figures(self) -> dict[str, GapStats]:
-        """What the last generation's proofs have found, by their names; empty if there were none."""
-        return dict(self._found)
+    def figures(self) -> dict[str, tuple[GapStats, Tolerance]]:
+        """What the last generation's proofs have found, by their names, with its limits; empty if there were none."""
+        return {name: (gap, self._limits[name]) for name, gap in self._found.items()}
 
     def metrics(self) -> dict[str, float]:
         """The numbers of tokens that were compared, as metrics."""

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Sampling
-from lockstep.parity.logprobs.gap import GapStats, PooledGap, check_count, over_limits
+from lockstep.parity.logprobs.gap import GapStats, JudgedGap, PooledGap, check_count, over_limits
 from lockstep.parity.logprobs.gap_tail import GapTail
 from lockstep.parity.logprobs.quantised_gap import QuantisationError
 from lockstep.parity.logprobs.rescoring import sampled_logps
@@ -90,6 +90,8 @@ class Proofs:
         # The gaps of generations, and those of evaluations.
         self._pool, self._evaluated_pool = PooledGap(), PooledGap()
         self._tail = GapTail(self.limit)
+        # Of this generation, and of the last one whose means were judged.
+        self._judged = self._last_judged = JudgedGap(GapStats(), self.limit)
         rules = IdRules.of_run(sampling, model, tokenizer)
         self.distribution = rules.distribution
         self._ahead = ProofsAhead(model, engine, self.distribution, self.precision, config.seed)
@@ -152,11 +154,12 @@ class Proofs:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
-        self._tail = GapTail(self.limit)
+        self._tail, self._pool = GapTail(self.limit), PooledGap()
         self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
         for entry in self._receipt.entries:
             if "draws" in entry:
                 self._draws = DrawEvidence.of(entry["draws"])
+                self._pool = PooledGap(GapStats(**entry.get("waiting", {})))
             self._tail.passed(
                 GapStats(
                     sum_cubes=entry.get("sum_cubes", 0.0),
@@ -315,7 +318,11 @@ class Proofs:
             # Some generations are judged twice, with the same tokens. The pool gets them once, and sets are compared once.
             again, self._judged_version = version == self._judged_version, version
             pool = PooledGap() if again else self._pool
-            self._check_limits(pool.add(gap, limit) if pools else gap, completions, version)
+            judged = pool.add(gap, limit) if pools else gap
+            self._check_limits(judged, completions, version)
+            if not again:
+                self._judged = JudgedGap(judged, self._tail.limit)
+                self._last_judged = self._judged if judged.tokens else self._last_judged
             if kept_sets.tokens or not again:
                 self.kept_sets = kept_sets
             kept_sets.check_mean(self.distribution.sampling, self._tail.limit)
@@ -345,6 +352,11 @@ class Proofs:
             if self._bets:
                 self._evaluated.add(draws)
                 self._evaluated.check(version, draws)
+
+    @property
+    def judged(self) -> Mapping[str, float]:
+        """The figures of the last gap whose means were judged, with their limits (`JudgedGap.figures`)."""
+        return self._last_judged.figures()
 
     def _check_limits(self, gap: GapStats, completions: Sequence[Completion], version: int) -> None:
         if over_limits(gap, self._tail.limit):
@@ -378,7 +390,8 @@ class Proofs:
         pushed = {} if self._pusher.proof is None else self._pusher.proof.push.metrics()
         if self._pusher.quantisation is not None:
             pushed |= self._pusher.quantisation.metrics()
-        return pushed | kept | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
+        judged = self._judged.metrics()
+        return pushed | kept | judged | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
 
     def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
         """Write the receipt's line of a step whose proofs have passed.
@@ -395,10 +408,11 @@ class Proofs:
             **self._of_staleness(sampled - aside - gap.tokens),
             "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
         }
-        self._receipt.append(step_line(step, version, self._pusher, gap, self._tail.limit, more))
+        line = step_line(step, version, self._pusher, gap, self._tail.limit, self._judged, self._pool.waiting, more)
+        self._receipt.append(line)
         self._tail.passed(gap)
 
     def _of_staleness(self, stale: int) -> dict[str, Any]:
         """The receipt's fields about stale tokens; empty for a run that has none."""
         found = self._ahead.figures()
-        return {"stale_tokens": stale, **{name: figures(gap) for name, gap in found.items()}} if found else {}
+        return {"stale_tokens": stale, **{name: figures(*of) for name, of in found.items()}} if found else {}

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.engines.protocol import EngineSettings
-from lockstep.parity.logprobs.gap import GapStats
+from lockstep.parity.logprobs.gap import GapStats, JudgedGap
 from lockstep.parity.proven_push import ProvenPusher
 from lockstep.parity.tolerances import Tolerance
 
@@ -36,20 +36,30 @@ def start_line(step: int, pusher: ProvenPusher, settings: EngineSettings, more: 
             "module_probe": probed.limit,
         },
         "modules": {"probed": probed.modules, "unreached": list(probed.unreached)},
-        "canary": figures(proof.canary),
+        "canary": figures(proof.canary, pusher.limit),
         **_of_push(pusher),
         **more,
     }
 
 
 def step_line(
-    step: int, version: int, pusher: ProvenPusher, gap: GapStats, limit: Tolerance, more: Mapping[str, Any]
+    step: int,
+    version: int,
+    pusher: ProvenPusher,
+    gap: GapStats,
+    limit: Tolerance,
+    judged: JudgedGap,
+    waiting: GapStats,
+    more: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The line of a step whose proofs have passed.
 
     Args:
         gap: over the tokens that the weights of `version` sampled, except the tokens that are left aside.
-        limit: the limits that the gap was compared with.
+        limit: the limits that the largest gap was compared with.
+        judged: the gap whose means were compared with their limits, over the tokens of this step, or of this and earlier ones;
+            empty if they wait for more tokens.
+        waiting: the tokens that wait.
         more: further fields of the step.
     """
     assert pusher.proof is not None
@@ -70,13 +80,16 @@ def step_line(
         "sum_cubes": gap.sum_cubes,
         "sum_fourths": gap.sum_fourths,
         "worst_request": gap.worst,
+        **({"judged": found} if (found := judged.figures()) else {}),
+        **({"waiting": asdict(waiting)} if waiting.tokens else {}),
         **more,
     }
 
 
-def figures(gap: GapStats) -> dict[str, float]:
-    """The figures of a gap."""
-    return {"tokens": gap.tokens, "mean_abs_gap": gap.mean_abs, "max_abs_gap": gap.max_abs, "k3": gap.k3}
+def figures(gap: GapStats, limit: Tolerance | None = None) -> dict[str, float]:
+    """The figures of a gap, and the limit that its largest one was compared with."""
+    found = {"tokens": gap.tokens, "mean_abs_gap": gap.mean_abs, "max_abs_gap": gap.max_abs, "k3": gap.k3}
+    return found if limit is None else {**found, "max_allowed": limit.largest(gap.tokens)}
 
 
 def _of_push(pusher: ProvenPusher) -> dict[str, Any]:

@@ -20,14 +20,19 @@ if TYPE_CHECKING:
 
 def view_of(trainer: OnlineTrainer, kind: type[View]) -> View:
     """A view of the trainer's steps, phases and latest figures; only for the rank that holds the engine."""
-    limit, config = trainer.source.limit, trainer.config
+    proofs = trainer.proofs
     about = About(
         f"{trainer.method} · {trainer.engine.settings().engine} in lockstep",
         model=Path(trainer.model_path).name,
-        folder=str(config.output_dir),
-        gap_limits=(limit.mean, limit.largest(config.completions_per_step * config.completion_limit)),
+        folder=str(trainer.config.output_dir),
     )
-    return kind(about, trainer.clock.progress, trainer.step_log.latest, lambda: live_sample(trainer.source.shown_group))
+    return kind(
+        about,
+        trainer.clock.progress,
+        trainer.step_log.latest,
+        lambda: live_sample(trainer.source.shown_group),
+        lambda: proofs.judged,
+    )
 
 
 def show_in_notebook(trainer: OnlineTrainer) -> NotebookView | None:

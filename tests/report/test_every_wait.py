@@ -1,0 +1,115 @@
+"""Every wait in the source says what it waits for (`report/waits.py`), or stands in this table with the reason why it need not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import lockstep
+
+SOURCE = Path(lockstep.__file__).parent
+# Calls that may block, by their last name. `join` and `sleep` only of threads, processes and the clock.
+BLOCKS = {
+    "wait", "result", "wait_for", "collective_rpc", "all_reduce", "all_gather", "all_gather_coalesced", "allgather", "barrier",
+    "new_group", "urlopen", "TCPStore", "readline", "flock", "create_connection",
+}  # fmt: skip
+OWNED = {
+    "sleep": {"time"},
+    "join": {"_thread", "watcher", "parent", "thread"},
+    "gather": {"dist"},
+    "scatter": {"dist"},
+    "broadcast": {"dist"},
+}
+# By reason, the functions whose waits say nothing of their own.
+SILENT = {
+    "another block that says so is open meanwhile": """
+        engines/http/call_loop.py::CallLoop.run engines/http/call_loop.py::Pending.result engines/http/call_loop.py::Pending.wait
+        engines/http/pauses.py::Pauses.begin engines/http/pauses.py::Pauses.wait engines/http/pauses.py::Pauses.check
+        engines/http/pauses.py::_begin engines/http/requests/sending.py::ServerRequests._answer
+        engines/http/requests/sending.py::ServerRequests._all engines/http/server_calls.py::ServerCalls.update_weights
+        engines/http/transport.py::finish_all engines/http/vllm_server.py::VLLMServer.score
+        engines/http/vllm_server.py::VLLMServer.load engines/inbox.py::Inbox._await
+        environments/verifiers.py::VerifiersAgent.__call__ gateway/agents.py::Agent._execute gateway/program.py::AgentProgram._run
+        images/urls.py::ImageUrls.fetch rollouts/across_ranks/ranks.py::Ranks._gathered
+        rollouts/across_ranks/ranks.py::Ranks._scattered rollouts/driver.py::Running.finish
+        rollouts/driver.py::Running.await_begin rollouts/programs/environment_process.py::_exchange
+        rollouts/programs/workers.py::_within rollouts/scores/coroutines.py::run_coroutine
+        rollouts/scores/early_scores.py::EarlyScores.take server/supervisor.py::Supervisor._run_once
+        sync/wire/gloo.py::GlooTransport.send sync/wire/gloo.py::Receiver.receive sync/wire/groups/channel.py::GlooChannel.meet
+        sync/wire/groups/devices.py::DeviceChannel._wait sync/wire/groups/meeting.py::in_background
+        sync/wire/groups/proof.py::SignedStore.get sync/wire/groups/proof.py::SignedStore.wait
+        sync/wire/groups/proof.py::authenticate sync/wire/groups/proof.py::prove
+        sync/wire/shared_memory.py::SharedMemoryTransport._send sync/wire/slots.py::_wait_for
+        training/generate/proofs/ahead.py::ProofsAhead.check_answer""",
+    "a thread or loop that waits for its next work": """
+        engines/http/call_loop.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
+        environments/verifiers.py::VerifiersAgent._read gateway/streams.py::Heard.begins gateway/streams.py::Heard.until
+        gateway/web.py::_wait report/heartbeat.py::Heartbeat._run report/notebook.py::NotebookView._draw_until_end
+        report/waits.py::_Waits._run rollouts/scores/guarded_call.py::_limit.watch""",
+    "it lasts at most a few seconds": """
+        engines/http/call_loop.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy gateway/agents.py::_kill
+        gateway/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop report/notebook.py::NotebookView.stop
+        rollouts/driver.py::Driver._settle rollouts/programs/tools.py::ToolCalls.settled
+        rollouts/programs/workers.py::_gives_way rollouts/scores/guarded_call.py::_limit
+        server/supervisor.py::Supervisor._sleep sync/wire/groups/meeting.py::own_address""",
+    "a process that has ended or was killed": """
+        environments/verifiers.py::VerifiersAgent._start_process rollouts/programs/environment_process.py::_kill
+        server/machine.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
+    "it ends at once: the lock is refused, or the store is this process": """
+        server/machine.py::reserved_port sync/wire/groups/meeting.py::open_store sync/wire/slots.py::TrainerLock.__init__
+        sync/wire/slots.py::is_unlocked training/run_files/run_directory.py::open_run""",
+    "it is the work of this process": """
+        engines/inbox.py::answer_all engines/tensor_specs.py::begin_specs engines/vllm/workers/own.py::OwnWorker.__init__
+        engines/vllm/workers/own.py::OwnWorker.load engines/vllm/workers/own.py::OwnWorker.keep_adapter
+        engines/vllm/workers/processes.py::WorkerProcesses.__init__ verify/faults/seams.py::vllm_worker""",
+    "it ends a failed push in a thread of its own, or drops requests": """
+        engines/http/call_loop.py::CallLoop.close engines/http/requests/sending.py::ServerRequests.serve
+        sync/wire/groups/channel.py::GlooChannel._end""",
+    "it is no wait: the result of a tool as ids": """
+        rollouts/programs/tool_program.py::_answers tokens/conversation/extension.py::Extension.result
+        tokens/conversation/extension.py::Extension.why_no_pictures tokens/conversation/extension_proof.py::drawn""",
+}
+
+
+def waits_of(tree: ast.AST) -> Iterator[str]:
+    """The functions with a call that may block outside of a block that says what it waits for."""
+
+    def visit(node: ast.AST, name: str, said: bool) -> Iterator[str]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name, said = f"{name}.{node.name}".lstrip("."), False
+        elif isinstance(node, ast.With | ast.AsyncWith):
+            said = said or any("waiting(" in (text := ast.unparse(item)) or "busy(" in text for item in node.items)
+        elif isinstance(node, ast.Call) and not said and may_block(node.func):
+            yield name
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, name, said)
+
+    yield from visit(tree, "", False)
+
+
+def may_block(function: ast.expr) -> bool:
+    if isinstance(function, ast.Name):
+        return function.id in BLOCKS
+    if not isinstance(function, ast.Attribute):
+        return False
+    owner = ast.unparse(function.value).rpartition(".")[2]
+    return function.attr in BLOCKS or owner in OWNED.get(function.attr, ())
+
+
+def test_every_wait_says_what_it_waits_for_or_has_a_reason_not_to() -> None:
+    found = {
+        f"{path.relative_to(SOURCE)}::{name}"
+        for path in SOURCE.rglob("*.py")
+        for name in waits_of(ast.parse(path.read_text()))
+    }
+    excused = {place for places in SILENT.values() for place in places.split()}
+    assert sorted(found - excused) == [], "put the wait into `with waiting(…)`, or into the table with its reason"
+    assert sorted(excused - found) == [], "the table names what is gone or says what it waits for by now"
+
+
+def test_a_wait_that_says_nothing_is_found() -> None:
+    silent = "def f():\n    done.wait(3)\n"
+    told = "def f():\n    with waiting('it', 3):\n        done.wait(3)\n"
+    inner = "def f():\n    with waiting('it'):\n        def g():\n            time.sleep(1)\n"
+    assert [list(waits_of(ast.parse(text))) for text in (silent, told, inner)] == [["f"], [], ["f.g"]]
