@@ -115,6 +115,11 @@ SEALED = ("parity/resume/checkpoint.py", STATE)
 LOADED = ("parity/resume/checkpoint.py", "tests/training/test_proven_resume.py")
 INPUTS = ("parity/resume/inputs.py", "tests/training/test_proven_resume.py")
 CODE = ("parity/resume/code_digest.py", "tests/parity/test_code_digest.py")
+WHOSE = ("whose_code.py", "tests/parity/test_code_digest.py")
+OPTIMIZER = ("parity/step/optimizer_settings.py", "tests/parity/step/test_optimizer_settings.py")
+STILL = ("parity/step/still.py", "tests/parity/step/test_optimizer_settings.py")
+DECAYS = ("definitions/optimizer.py", "tests/parity/step/test_optimizer_settings.py")
+WATCH = ("training/trainers/hooks/optimizer.py", "tests/parity/step/test_optimizer_settings.py")
 LEARNED = ("parity/step/learned.py", "tests/parity/step/test_learned_tokens.py")
 SEALS = ("training/step/learned.py", "tests/parity/step/test_learned_tokens.py")
 FORWARD = ("parity/step/forward.py", "tests/parity/step/test_learned_tokens.py")
@@ -1105,6 +1110,57 @@ MUTATIONS = [
         "            pass",
     ),
     _of(CODE, "a reward without its assignments", "elif name in own_file:", "elif False:"),
+    _of(WHOSE, "what is installed elsewhere is the user's", "not installed.isdisjoint(found.parents)", "False"),
+    _of(WHOSE, "an editable install is a package", "        if not _is_editable(distribution):", "        if True:"),
+    _of(CODE, "a file is parsed for each class", "return classes.get(value.__qualname__) or inspect", "return inspect"),
+    # the optimizer's settings
+    _of(
+        OPTIMIZER,
+        "a made optimizer is believed",
+        "        if field not in found or _equal(found[field], due):",
+        "        if True:",
+    ),
+    _of(
+        OPTIMIZER,
+        "a change of settings is believed",
+        "            elif self._failure is None:",
+        "            elif False:",
+    ),
+    _of(
+        OPTIMIZER,
+        "a resumed run forgets what was taken",
+        "        for _, change in changes:\n",
+        "        for _, change in []:\n",
+    ),
+    _of(
+        OPTIMIZER,
+        "a learning rate that a callback sets is forgotten",
+        "        self._rates[group] = after, self._place()\n",
+        "        pass\n",
+    ),
+    _of(
+        OPTIMIZER,
+        "settings of the next step are proven",
+        "return self._held if self._stepped is None else",
+        "return self._held or",
+    ),
+    _of(OPTIMIZER, "changed fields do not replace changes", "    forget(changed_now)\n", "    pass\n"),
+    _of(
+        STILL,
+        "a state that moves is saved or begun with",
+        "            if not bool(wrong.any()):",
+        "            if True:",
+    ),
+    _of(DECAYS, "norms with a weight decay", 'any(part == "norm" or', "any("),
+    _of(DECAYS, "a value head with a weight decay", "decays = not in_head and", "decays ="),
+    _of(WATCH, "a new optimizer with moments", "torch.optim.AdamW and held:", "torch.optim.AdamW and False:"),
+    _of(WATCH, "a checkpoint's values win over a new config", "    if not given and changed:", "    if False:"),
+    _of(
+        WATCH,
+        "changes of a callback are nobody's",
+        "        if settings is None or is_lockstep(kind)",
+        "        if True or is_lockstep(kind)",
+    ),
     _of(
         LEARNED,
         "other ids may enter the loss",

@@ -46,7 +46,6 @@ def is_users(value: Any) -> bool:
     return path is None or not is_installed(path)
 
 
-@functools.lru_cache(maxsize=4096)
 def is_installed(path: str) -> bool:
     """Whether a file belongs to Python's own library, or to an installed distribution that is not editable."""
     found = Path(path).resolve()
