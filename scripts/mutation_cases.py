@@ -1129,8 +1129,8 @@ MUTATIONS = [
     _of(
         OPTIMIZER,
         "a resumed run forgets what was taken",
-        "        for _, change in changes:\n",
-        "        for _, change in []:\n",
+        "        for change in changes:\n",
+        "        for change in []:\n",
     ),
     _of(
         OPTIMIZER,

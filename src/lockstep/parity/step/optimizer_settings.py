@@ -33,6 +33,7 @@ class Change:
         tensors: the tensors of this group, in words.
         field: name of the setting.
         before, after: its values.
+        place: of a learning rate, the step of the schedule at which it was set. The schedule's next step sets another one.
     """
 
     by: str
@@ -41,6 +42,12 @@ class Change:
     field: str
     before: Any
     after: Any
+    place: int | None = None
+
+    def line(self) -> dict[str, Any]:
+        """The same in JSON types."""
+        found = asdict(self)
+        return found if self.field == _RATE else {k: v for k, v in found.items() if k != "place"}
 
     def __str__(self) -> str:
         name = "learning rate" if self.field in (_RATE, "initial_lr") else self.field
@@ -53,11 +60,11 @@ class Taken:
 
     Attributes:
         given: the settings of each group of an optimizer that the user gave, when the run began; None: the trainer made it.
-        changes: the changes since, each with the optimizer step before which it was written.
+        changes: the changes since.
     """
 
     given: list[dict[str, Any]] | None
-    changes: list[tuple[int, Change]]
+    changes: list[Change]
 
 
 def taken_of(entries: Sequence[Mapping[str, Any]], changed_now: Sequence[str] = ()) -> Taken:
@@ -70,18 +77,18 @@ def taken_of(entries: Sequence[Mapping[str, Any]], changed_now: Sequence[str] = 
         changed_now: fields of the config whose values have changed since the run was interrupted.
     """
     given: list[dict[str, Any]] | None = None
-    changes: list[tuple[int, Change]] = []
+    changes: list[Change] = []
 
     def forget(fields: Sequence[str]) -> None:
         again = {SETTING_OF[name] for name in fields if name in SETTING_OF}
-        changes[:] = [(step, c) for step, c in changes if c.field not in again]
+        changes[:] = [c for c in changes if c.field not in again]
 
     for entry in entries:
         if entry["kind"] == "start":
             forget(entry.get("inputs", {}).get("changed", ()))
         if entry["kind"] == "optimizer":
             given = entry.get("given", given)
-            changes += [(entry["step"], Change(**c)) for c in entry.get("changes", ())]
+            changes += [Change(**c) for c in entry.get("changes", ())]
     forget(changed_now)
     return Taken(given, changes)
 
@@ -94,7 +101,6 @@ class OptimizerSettings:
         scheduler: the schedule of its learning rates.
         names: names of the trained parameters.
         wanted: gives the settings of a trained parameter from the config; None: the user gave the optimizer.
-        step: number of optimizer steps so far.
         taken: what the run has taken before it was interrupted.
 
     Raises:
@@ -107,7 +113,6 @@ class OptimizerSettings:
         scheduler: Any,
         names: Mapping[torch.nn.Parameter, str],
         wanted: Callable[[str], Settings] | None,
-        step: int,
         taken: Taken,
     ) -> None:
         self.optimizer, self._scheduler, self.by_user = optimizer, scheduler, wanted is None
@@ -115,6 +120,8 @@ class OptimizerSettings:
         self._titles = [_title(group) for group in own]
         self._held = self._read()
         self._from_config: set[str] = set()
+        # Some optimizers count their steps in their groups.
+        self._counts = not type(optimizer).__module__.startswith("torch.optim")
         if wanted is not None:
             self._check_start(own, wanted, taken.changes)
         elif taken.given is not None:
@@ -122,17 +129,13 @@ class OptimizerSettings:
         # Settings with which the optimizer has just stepped, while callbacks may change those of the next step.
         self._stepped: list[Settings] | None = None
         self._stepped_rates: dict[int, float] = {}
-        # Learning rates that a user has set: the value, and the schedule's step at which it was set. The schedule's next step
-        # sets another rate.
-        self._rates: dict[int, tuple[float, Any]] = {}
-        for at, change in taken.changes:
-            if change.field == _RATE and at == step:
-                self._rates[change.group] = change.after, self._place()
+        # Learning rates that a user has set, by group: the value, and its place as in `Change`.
+        self._rates = {c.group: (c.after, c.place) for c in taken.changes if c.field == _RATE}
         self._failure: ProofError | None = None
         # Whether the receipt has the settings of a given optimizer, and the changes that it has not.
         self._told = taken.given is not None
         self._news: list[Change] = []
-        self._all: list[Change] = [change for _, change in taken.changes]
+        self._all = list(taken.changes)
 
     @property
     def groups(self) -> list[Settings]:
@@ -171,8 +174,7 @@ class OptimizerSettings:
 
     def note_step(self) -> None:
         """Just after the optimizer has stepped, before any callback is called."""
-        if not type(self.optimizer).__module__.startswith("torch.optim"):
-            # Some optimizers count their steps in their groups.
+        if self._counts:
             for held, now in zip(self._held, self._read(), strict=False):
                 held |= {k: v for k, v in now.items() if k not in self._from_config and k not in SETTING_OF.values()}
         self.look()
@@ -189,24 +191,21 @@ class OptimizerSettings:
         self.look()
         if self._failure is not None:
             raise self._failure
-        return [asdict(change) for change in self._news]
+        return [change.line() for change in self._news]
 
     def news(self) -> tuple[list[dict[str, Any]] | None, list[Change]]:
         """What the receipt does not have yet: the settings of a given optimizer, and changes. It counts as written from now on."""
         given = None
         if self.by_user and not self._told:
-            given = self.so_far().given
+            given = [{"tensors": t, **g} for t, g in zip(self._titles, self._first(), strict=True)]
         found = self._news
         self._told, self._news = True, []
         return given, found
 
     def so_far(self) -> Taken:
-        """What was taken until now, for another run with the same optimizer."""
-        given = (
-            [{"tensors": t, **g} for t, g in zip(self._titles, self._first(), strict=True)] if self.by_user else None
-        )
-        # The rates of a schedule that has ended do not count.
-        return Taken(given, [(-1, change) for change in self._all])
+        """What was taken until now, for another run with the same optimizer. An optimizer of the user's is read anew."""
+        kept = [] if self.by_user else [change for change in self._all if change.field != _RATE]
+        return Taken(None, kept)
 
     def tell_again(self) -> None:
         """A new receipt begins, which has nothing of what was taken before."""
@@ -230,9 +229,9 @@ class OptimizerSettings:
     def take_rate(self, group: int, before: float, after: float, by: str = GIVEN) -> None:
         """Take a learning rate that a user has set. It counts until the schedule sets another one."""
         self._rates[group] = after, self._place()
-        self._note(Change(by, group, self._titles[group], _RATE, before, after))
+        self._note(Change(by, group, self._titles[group], _RATE, before, after, self._place()))
 
-    def _place(self) -> Any:
+    def _place(self) -> int | None:
         return getattr(self._scheduler, "last_epoch", None)
 
     def _rates_now(self) -> list[float]:
@@ -288,10 +287,10 @@ class OptimizerSettings:
         return first
 
     def _check_start(
-        self, own: Sequence[Sequence[str]], wanted: Callable[[str], Settings], changes: Sequence[tuple[int, Change]]
+        self, own: Sequence[Sequence[str]], wanted: Callable[[str], Settings], changes: Sequence[Change]
     ) -> None:
         due_by_change: dict[tuple[int, str], Any] = {}
-        for _, change in changes:
+        for change in changes:
             self._check_title(change.group, change.tensors)
             if change.field != _RATE:
                 due_by_change[change.group, change.field] = change.after
@@ -301,9 +300,8 @@ class OptimizerSettings:
                 due = wanted(name)
                 self._from_config |= due.keys()
                 for field, value in due.items():
-                    self._compare(
-                        name, field, {**found, **rate}, due_by_change.get((index, field), value), "the config"
-                    )
+                    if (index, field) not in due_by_change:
+                        self._compare(name, field, {**found, **rate}, value, "the config")
             for (at, field), value in due_by_change.items():
                 if at == index:
                     self._compare(self._titles[index], field, found, value, "the receipt")
@@ -315,12 +313,13 @@ class OptimizerSettings:
             raise _other_groups(f"it has {len(self._held)} groups, and the receipt has {len(due)}")
         for index, group in enumerate(due):
             self._check_title(index, group.pop("tensors"))
-        for _, change in taken.changes:
+        for change in taken.changes:
             if change.field != _RATE:
                 due[change.group][change.field] = change.after
         for index, group in enumerate(due):
             for field, value in group.items():
-                self._compare(self._titles[index], field, self._held[index], value, "the receipt")
+                if field in SETTING_OF.values() or not self._counts:
+                    self._compare(self._titles[index], field, self._held[index], value, "the receipt")
 
     def _check_title(self, group: int, tensors: str) -> None:
         found = self._titles[group] if group < len(self._titles) else "no such group"

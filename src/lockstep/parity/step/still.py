@@ -1,8 +1,8 @@
 """Drawn elements of weights and of the optimizer's state that must not change for a while.
 
 `parity/step/update.py` compares them when a checkpoint is written with those after the last step: the digests of a checkpoint are
-made of what is in memory then. `training/trainers/hooks/optimizer.py` compares them when a resumed run begins with those that the
-checkpoint gave, after their digests were compared.
+made of what is in memory then. `training/trainers/hooks/steps.py` compares them before the first step of a resumed run with those
+that the checkpoint gave, whose digests were compared when it was loaded.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def check_still(drawn: Drawn, names: Sequence[str], before: Elements, now: Eleme
             "checkpoint",
             f"the weights or the optimizer's state have changed since {since}: {what} {found}",
             "a callback, or other code beside the optimizer step, has changed them",
-            "let nothing change weights or optimizer.state between steps, or while a run begins again",
+            "let nothing change weights or optimizer.state between two steps, or before the first step of a resumed run",
         )
 
 

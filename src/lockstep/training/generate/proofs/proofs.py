@@ -18,7 +18,6 @@ verify` call them through this module.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +207,9 @@ class Proofs:
         """Write into the receipt the settings of an optimizer that the user gave, and changes of settings that were taken."""
         assert self._receipt is not None
         groups = {} if given is None else {"given": list(given)}
-        self._receipt.append({"kind": "optimizer", "step": step, **groups, "changes": [asdict(c) for c in changes]})
+        self._receipt.append(
+            {"kind": "optimizer", "step": step, **groups, "changes": [change.line() for change in changes]}
+        )
 
     def note_checkpoint(self, step: int, digests: str) -> None:
         """Write a checkpoint's digest into the receipt. The checkpoint no longer fits a receipt that is cut or rewritten."""

@@ -68,7 +68,7 @@ def ready_settings(trainer: StepHooks, taken: Taken, changed: Sequence[str]) -> 
     names = {p: name for name, p in named.items() if p.requires_grad}
     if not given and changed:
         _set_anew(optimizer, scheduler, {SETTING_OF[c] for c in changed if c in SETTING_OF}, names, wanted)
-    settings = OptimizerSettings(optimizer, scheduler, names, None if given else wanted, step, taken)
+    settings = OptimizerSettings(optimizer, scheduler, names, None if given else wanted, taken)
     if again:
         settings.tell_again()
     elif not step and not given:

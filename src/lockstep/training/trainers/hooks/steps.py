@@ -79,7 +79,7 @@ class StepHooks(Trainer):
     _resumed_with: tuple[Taken, Sequence[str]]
     # Who has changed which setting of the optimizer, as far as the log says it.
     _said: set[tuple[str, str]]
-    # What a checkpoint has brought, until training begins.
+    # What a checkpoint has brought, until the first step.
     _loaded: LoadedState | None = None
 
     # `micro_step` already divides by the whole optimizer step; the base class must not divide again.
@@ -136,9 +136,6 @@ class StepHooks(Trainer):
         """Reset the state of an earlier call of `train`, open the receipt and prove the engine. Called when training begins."""
         self.loop.begin()
         self._forget_gradients()
-        if (loaded := self._loaded) is not None:
-            self.ranks.share("loaded", loaded.check)
-            self._loaded = None
         self.loop.update_proof = update_proof(self)
         self._freeze()
         self.source.start(Path(self.args.output_dir or "."), self.state.global_step, self.inputs)
@@ -146,6 +143,9 @@ class StepHooks(Trainer):
 
     def before_update(self) -> None:
         """Prove the gradients and the learning rate, just before the optimizer changes the weights."""
+        if (loaded := self._loaded) is not None:
+            self.ranks.share("loaded", loaded.check)
+            self._loaded = None
         self._note_optimizer(self.state.global_step + 1)
         self.loop.before_update()
 
