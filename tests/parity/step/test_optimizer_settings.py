@@ -44,6 +44,14 @@ def make(untied_dir: str, hf_engine: Engine) -> Make:
     return made
 
 
+@pytest.fixture(scope="module")
+def stopped(untied_dir: str, hf_engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of two steps, which only settings and data of `make` can go on with."""
+    folder = tmp_path_factory.mktemp("stopped")
+    methods.make("GRPO", untied_dir, folder, hf_engine, {**SAVES, "max_steps": 2}).train()
+    return folder
+
+
 def resume(run: Any, folder: Path, step: int) -> None:
     run.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
 
@@ -266,15 +274,16 @@ AFTER_LOADING: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("what", AFTER_LOADING)
-def test_what_changes_between_the_load_and_the_first_step_is_found(make: Make, tmp_path: Path, what: str) -> None:
+def test_what_changes_between_the_load_and_the_first_step_is_found(
+    make: Make, stopped: Path, tmp_path: Path, what: str
+) -> None:
     change, said = AFTER_LOADING[what]
-    make(tmp_path, max_steps=2).train()
     run = make(tmp_path)
     with (
         patch.object(run, "_load_scaler", lambda checkpoint: change(run.optimizer)),
         pytest.raises(ProofError, match=said),
     ):
-        resume(run, tmp_path, 2)
+        resume(run, stopped, 2)
     assert run.state.global_step == 2
 
 
@@ -329,37 +338,42 @@ def test_after_a_resume_a_value_that_the_receipt_does_not_have_is_named(make: Ma
         resume(run, tmp_path, 2)
 
 
-EVENTS = ["on_train_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log", "on_save"]
+EVENTS = ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log", "on_save"]
 
 
-@pytest.mark.parametrize("event", EVENTS)
-@pytest.mark.parametrize("first", [True, False], ids=["before ours", "after ours"])
-def test_a_change_is_taken_at_every_event_and_a_resumed_run_begins_with_it(
-    make: Make, tmp_path: Path, event: str, first: bool
+def test_changes_are_taken_at_every_event_and_a_resumed_run_begins_with_those_of_its_checkpoint(
+    make: Make, tmp_path: Path
 ) -> None:
-    callback = Changing(sets(weight_decay=5.0), event, step=0 if event == "on_train_begin" else 1)
-    run = make(tmp_path, {"callbacks": [callback]} if first else {}, max_steps=2)
-    if not first:
-        run.add_callback(callback)
+    """What comes after the optimizer's step does not count for this step, and what comes after a checkpoint is not in it."""
+    begins = Changing(sets(weight_decay=0.5), "on_train_begin", step=0)
+    before = [Changing(sets(weight_decay=1.0 + n), event) for n, event in enumerate(EVENTS)]
+    run = make(tmp_path, {"callbacks": [begins, *before]}, max_steps=2)
+    for n, event in enumerate(EVENTS):
+        run.add_callback(Changing(sets(weight_decay=11.0 + n), event))
     run.train()
-    assert [c["after"] for line in lines(tmp_path) for c in line["changes"]] == [5.0]
-    for step in (1, 2):
-        resume(make(tmp_path, max_steps=3), tmp_path, step)
+    at = {step: [c["after"] for e in lines(tmp_path) if e["step"] == step for c in e["changes"]] for step in (1, 2)}
+    assert at == {1: [0.5, 4.0, 14.0, 5.0, 15.0], 2: [6.0, 16.0, 1.0, 11.0, 2.0, 12.0, 3.0, 13.0]}
+    found: list[float] = []
+    for step in (2, 1):
+        again = make(tmp_path, max_steps=3)
+        again.add_callback(Changing(lambda o: found.append(o.param_groups[0]["weight_decay"]), "on_train_begin", step))
+        resume(again, tmp_path, step)
+    assert found == [13.0, 15.0]
 
 
 def test_a_learning_rate_that_a_callback_sets_counts_until_the_schedule_sets_the_next(
     make: Make, tmp_path: Path
 ) -> None:
-    for event in ("on_step_begin", "on_pre_optimizer_step", "on_step_end"):
-        folder = tmp_path / event
-        run = make(folder, lr_scheduler_type="linear")
-        run.add_callback(Changing(sets(lr=0.5), event))
-        run.train()
-        (line,) = lines(folder)
-        assert [(c["field"], c["after"]) for c in line["changes"]] == [("lr", 0.5)]
-        assert run.optimizer.param_groups[0]["lr"] == 0.0
-        for step in (2, 1):
-            resume(make(folder, lr_scheduler_type="linear", max_steps=4), folder, step)
+    run = make(tmp_path, lr_scheduler_type="linear", max_steps=4)
+    for step, event in enumerate(("on_step_begin", "on_pre_optimizer_step", "on_step_end"), start=1):
+        run.add_callback(Changing(sets(lr=0.5**step), event, step))
+    run.train()
+    taken = [(c["field"], c["after"]) for line in lines(tmp_path) for c in line["changes"]]
+    assert taken == [("lr", 0.5), ("lr", 0.25), ("lr", 0.125)]
+    assert run.optimizer.param_groups[0]["lr"] == 0.0
+    # The last of them is still to come in the checkpoint of step 3. The others are over in their checkpoints.
+    for step in (3, 2):
+        resume(make(tmp_path, lr_scheduler_type="linear", max_steps=4), tmp_path, step)
 
 
 def test_an_optimizer_of_the_users_is_taken_as_it_is_and_changed_as_they_like(

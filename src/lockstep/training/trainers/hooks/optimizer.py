@@ -116,7 +116,8 @@ def say_changes(given: Any, changes: Sequence[Change], said: set[tuple[str, str]
     for change in changes:
         if (key := (change.by, change.field)) not in said:
             said.add(key)
-            _logger.warning(f"{change.by} has changed the optimizer: {change}. The proofs use this value from now on")
+            until = "from now on" if change.place is None else "until the schedule sets another"
+            _logger.warning(f"{change.by} has changed the optimizer: {change}. The proofs use this value {until}")
 
 
 class WatchedCallbacks(CallbackHandler):
