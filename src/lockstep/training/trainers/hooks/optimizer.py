@@ -93,11 +93,11 @@ def check_same_changes(parts: Sequence[Any]) -> None:
     Raises:
         ProofError: a rank has taken others.
     """
-    odd = [rank for rank, part in enumerate(parts) if part != parts[0]]
-    if odd:
-        (rank, *_) = odd
-        differs = next(iter([c for c in [*parts[rank], *parts[0]] if c not in parts[rank] or c not in parts[0]]))
-        where = rank if differs in parts[rank] else 0
+    for rank, part in enumerate(parts):
+        differs = next((c for c in [*part, *parts[0]] if part.count(c) != parts[0].count(c)), None)
+        if differs is None:
+            continue
+        where = rank if part.count(differs) > parts[0].count(differs) else 0
         raise ProofError(
             "optimizer",
             f"on rank {where} alone, {differs['by']} has changed {Change(**differs)}",
