@@ -1,4 +1,7 @@
-"""The optimizer is set as the config says and holds what the checkpoint gave. What a callback of the user's changes is taken."""
+"""The optimizer is set as the config says and holds what the checkpoint gave. What a callback of the user's changes is taken.
+
+CI runs one row of each matrix per kind of comparison. Others are faults of `lockstep verify --self-test` too (U12 to U13b).
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from unittest.mock import patch
 import methods
 import pytest
 import torch
+from portions import portion
 from transformers import (
     BloomConfig,
     Gemma2Config,
@@ -149,7 +153,7 @@ AT_START: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", AT_START)
+@pytest.mark.parametrize("what", portion(AT_START, lambda what: what == "weight decay"))
 def test_an_optimizer_that_is_made_with_other_settings_takes_no_step(make: Make, tmp_path: Path, what: str) -> None:
     change, said = AT_START[what]
     run = make(tmp_path)
@@ -229,7 +233,7 @@ IN_THE_MIDDLE: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", IN_THE_MIDDLE)
+@pytest.mark.parametrize("what", portion(IN_THE_MIDDLE, lambda what: what in ("weight decay", "groups")))
 def test_what_changes_outside_of_callbacks_stops_the_same_step(make: Make, tmp_path: Path, what: str) -> None:
     change, said = IN_THE_MIDDLE[what]
     run = make(tmp_path)
@@ -273,7 +277,7 @@ AFTER_LOADING: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", AFTER_LOADING)
+@pytest.mark.parametrize("what", portion(AFTER_LOADING, lambda what: what in ("moments", "weight decay")))
 def test_what_changes_between_the_load_and_the_first_step_is_found(
     make: Make, stopped: Path, tmp_path: Path, what: str
 ) -> None:
