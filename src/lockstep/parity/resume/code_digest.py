@@ -1,7 +1,7 @@
 """A digest of a Python function with everything that it uses from its own files, so that a resumed run notices a changed reward.
 
 A function's digest covers its source, and the functions, classes and assignments of the user's own modules that it refers to. It
-does not cover installed packages (`lockstep/whose_code.py`), files that the function reads, or services that it calls.
+does not cover installed packages (`whose_code.py` tells them), files that the function reads, or services that it calls.
 """
 
 from __future__ import annotations
