@@ -115,6 +115,11 @@ SEALED = ("parity/resume/checkpoint.py", STATE)
 LOADED = ("parity/resume/checkpoint.py", "tests/training/test_proven_resume.py")
 INPUTS = ("parity/resume/inputs.py", "tests/training/test_proven_resume.py")
 CODE = ("parity/resume/code_digest.py", "tests/parity/test_code_digest.py")
+WHOSE = ("whose_code.py", "tests/parity/test_code_digest.py")
+OPTIMIZER = "parity/step/optimizer_settings.py"
+STILL = "parity/step/still.py"
+DECAYS = "definitions/optimizer.py"
+WATCH = "training/trainers/hooks/optimizer.py"
 LEARNED = ("parity/step/learned.py", "tests/parity/step/test_learned_tokens.py")
 SEALS = ("training/step/learned.py", "tests/parity/step/test_learned_tokens.py")
 FORWARD = ("parity/step/forward.py", "tests/parity/step/test_learned_tokens.py")
@@ -186,6 +191,10 @@ def _rendered(file: str, test: str, about: str, old: str, new: str) -> Mutation:
     """A fault of conversations with a renderer of the library `renderers`."""
     tests = f"tests/tokens/test_family_renderer.py::{test}"
     return Mutation(about, f"tokens/conversation/{file}", old, new, tests, needs="renderers")
+
+
+def _of_settings(file: str, about: str, old: str, new: str, test: str) -> Mutation:
+    return Mutation(about, file, old, new, f"tests/parity/step/test_optimizer_settings.py::{test}")
 
 
 def _of(place: tuple[str, str], about: str, old: str, new: str) -> Mutation:
@@ -1105,6 +1114,94 @@ MUTATIONS = [
         "            pass",
     ),
     _of(CODE, "a reward without its assignments", "elif name in own_file:", "elif False:"),
+    _of(WHOSE, "what is installed elsewhere is the user's", "not installed.isdisjoint(found.parents)", "False"),
+    _of(WHOSE, "an editable install is a package", "        if not _is_editable(distribution):", "        if True:"),
+    _of(CODE, "a file is parsed for each class", "return classes.get(value.__qualname__) or inspect", "return inspect"),
+    # the optimizer's settings
+    _of_settings(
+        OPTIMIZER,
+        "a made optimizer is believed",
+        "        if field not in found or _equal(found[field], due):",
+        "        if True:",
+        "test_an_optimizer_that_is_made_with_other_settings_takes_no_step",
+    ),
+    _of_settings(
+        OPTIMIZER,
+        "a change of settings is believed",
+        "            elif self._failure is None:",
+        "            elif False:",
+        "test_what_changes_outside_of_callbacks_stops_the_same_step",
+    ),
+    _of_settings(
+        OPTIMIZER,
+        "a resumed run forgets what was taken",
+        "        for change in changes:\n",
+        "        for change in []:\n",
+        "test_after_a_resume_a_value_that_the_receipt_does_not_have_is_named",
+    ),
+    _of_settings(
+        OPTIMIZER,
+        "a learning rate that a callback sets is forgotten",
+        "        self._rates[group] = after, self._place()\n",
+        "        pass\n",
+        "test_a_learning_rate_that_a_callback_sets_counts_until_the_schedule_sets_the_next",
+    ),
+    _of_settings(
+        OPTIMIZER,
+        "settings of the next step are proven",
+        "return self._held if self._stepped is None else",
+        "return self._held or",
+        "test_changes_are_taken_at_every_event_and_a_resumed_run_begins_with_those_of_its_checkpoint",
+    ),
+    _of_settings(
+        OPTIMIZER,
+        "changed fields do not replace changes",
+        "    forget(changed_now)\n",
+        "    pass\n",
+        "test_a_config_that_changes_between_two_runs_acts_where_that_was_asked_for",
+    ),
+    _of_settings(
+        STILL,
+        "a state that moves is saved or begun with",
+        "            if not bool(wrong.any()):",
+        "            if True:",
+        "test_a_state_that_changes_before_a_checkpoint_is_not_saved",
+    ),
+    _of_settings(
+        DECAYS,
+        "norms with a weight decay",
+        'any(part == "norm" or',
+        "any(",
+        "test_the_tensors_with_a_weight_decay_are_those_of_transformers",
+    ),
+    _of_settings(
+        DECAYS,
+        "a value head with a weight decay",
+        "decays = not in_head and",
+        "decays =",
+        "test_the_value_head_has_its_own_rate_and_no_decay",
+    ),
+    _of_settings(
+        WATCH,
+        "a new optimizer with moments",
+        "torch.optim.AdamW and held:",
+        "torch.optim.AdamW and False:",
+        "test_a_new_optimizer_that_holds_moments_is_refused",
+    ),
+    _of_settings(
+        WATCH,
+        "a checkpoint's values win over a new config",
+        "    if not given and changed:",
+        "    if False:",
+        "test_a_config_that_changes_between_two_runs_acts_where_that_was_asked_for",
+    ),
+    _of_settings(
+        WATCH,
+        "changes of a callback are nobody's",
+        "        if settings is None or is_lockstep(kind)",
+        "        if True or is_lockstep(kind)",
+        "test_what_a_callback_changes_is_taken_written_and_kept_after_a_resume",
+    ),
     _of(
         LEARNED,
         "other ids may enter the loss",

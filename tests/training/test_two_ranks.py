@@ -181,6 +181,12 @@ def test_a_run_goes_on_from_its_checkpoint_on_two_ranks_as_if_it_had_not_stopped
     assert (folder / "whole" / "checkpoint-2" / "rng_state_1.pth").exists()
 
 
+def test_what_a_callback_changes_on_both_ranks_is_taken_and_written_once(found: Found, folder: Path) -> None:
+    assert [own["decay"] for own in found("optimizer:callbacks")] == [[10.0] * 3] * 2
+    (entry,) = [e for e in check_entries(folder / "optimizer-callbacks") if e["kind"] == "optimizer"]
+    assert [(c["group"], c["before"], c["after"]) for c in entry["changes"]] == [(i, 0.0, 10.0) for i in range(3)]
+
+
 def test_an_evaluation_is_the_same_on_both_ranks_and_on_one(alone: Alone, found: Found) -> None:
     for own in found("evaluated"):
         # The figures of the proof have the rounding of other packs.
@@ -252,6 +258,14 @@ def test_a_share_without_a_score_is_no_error_while_the_other_has_some(found: Fou
         ("data:none", "InputError", "rank 1: the train dataset is empty"),
         ("weights:policy", "ProofError", "at version 0 rank 1 holds other weights than rank 0"),
         ("weights:critic", "ProofError", "at version 0 rank 1 holds other weights than rank 0"),
+        ("optimizer:middle", "ProofError", "proof 'optimizer' failed"),
+        ("optimizer:middle", "ProofError", "is 10.0 and was 0.0"),
+        (
+            "optimizer:callback",
+            "ProofError",
+            "on rank 1 alone, callback Decays (on_step_begin) has changed weight_decay",
+        ),
+        ("optimizer:loaded", "ProofError", "changed since the checkpoint was loaded: exp_avg of"),
         ("breaks", "LockstepError", "rank 1: checkpoint-2 could not be written"),
     ],
 )

@@ -133,6 +133,54 @@ def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+def optimizer_of_one_rank(kind: str) -> Callable[[int, str, Path], Any]:
+    """The optimizer of rank 1 is changed: in the middle of a step, by a callback, or after a checkpoint was loaded."""
+
+    def work(rank: int, model: str, folder: Path) -> Any:
+        from accounts import make
+        from transformers import TrainerCallback
+
+        fields = {
+            "optim": "adamw_torch",
+            "learning_rate": 1e-3,
+            "max_steps": 4,
+            "save_strategy": "steps",
+            "save_steps": 2,
+        }
+        run = make("ppo", model, folder / f"optimizer-{kind}", size=2, ranks=2, **fields)
+        checkpoint = None
+
+        def decay(*_: Any, **__: Any) -> None:
+            for group in run.optimizer.param_groups:
+                group["weight_decay"] = 10.0
+
+        def exchange(*_: Any, **__: Any) -> None:
+            states = list(run.optimizer.state.values())
+            one = states[0]
+            other = next(s for s in states[1:] if s["exp_avg"].shape == one["exp_avg"].shape)
+            one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+
+        class Decays(TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+                if rank == 1 or kind == "callbacks":
+                    decay()
+
+        if kind.startswith("callback"):
+            run.add_callback(Decays())
+        elif kind == "loaded":
+            checkpoint = folder / "whole" / "checkpoint-2"
+            if rank == 1:
+                run._load_scaler = exchange  # type: ignore[method-assign]
+        elif rank == 1:
+            finish = run.objective.finish_step
+            # Called between the last backward and the optimizer.
+            run.objective.finish_step = lambda tally: decay() or finish(tally)  # type: ignore[method-assign]
+        run.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        return {"decay": [group["weight_decay"] for group in run.optimizer.param_groups]}
+
+    return work
+
+
 def evaluated(rank: int, model: str, folder: Path) -> dict[str, Any]:
     from accounts import PROMPTS, make
 
@@ -417,6 +465,7 @@ WORK: dict[str, Callable[[int, str, Path], Any]] = {
     "experts": experts,
     "clipped": clipped,
     "resumed": resumed,
+    **{f"optimizer:{kind}": optimizer_of_one_rank(kind) for kind in ("middle", "callback", "callbacks", "loaded")},
     "evaluated": evaluated,
     "rewards": rewards,
     "judged": judged,

@@ -161,7 +161,7 @@ class Stage:
                 trainer.loop.update_proof.abandon()
             trainer.loop.update_proof = None
             # The next call makes them again.
-            trainer.optimizer = trainer.lr_scheduler = None
+            trainer.optimizer = trainer.lr_scheduler = trainer.optimizer_settings = None
             self.model.zero_grad(set_to_none=True)
 
     def groups(self, sampling: Sampling, prompts: Sequence[Prompt], samples: int) -> list[RolloutGroup]:

@@ -1,7 +1,7 @@
 """A digest of a Python function with everything that it uses from its own files, so that a resumed run notices a changed reward.
 
 A function's digest covers its source, and the functions, classes and assignments of the user's own modules that it refers to. It
-does not cover installed packages, files that the function reads, or services that it calls.
+does not cover installed packages (`whose_code.py` tells them), files that the function reads, or services that it calls.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import dis
 import functools
 import inspect
 import re
-import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ import torch
 
 from lockstep.engines.tensor_specs import tensor_digest
 from lockstep.parity.receipt import text_digest
+from lockstep.whose_code import is_users
 
 _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), re.Pattern)
-# Resolved, because the environment's folder may be a link.
-_INSTALLED = tuple(str(Path(sysconfig.get_paths()[kind]).resolve()) for kind in ("stdlib", "purelib", "platlib"))
 
 
 def code_digest(function: Any) -> str:
@@ -40,7 +39,7 @@ class _Walk:
     def __init__(self, root: Any) -> None:
         self.parts: set[str] = set()
         self._seen: set[int] = set()
-        self._files: dict[str, dict[str, str]] = {}
+        self._files: dict[str, _File] = {}
         self._take("", root, root=True)
 
     def _take(self, name: str, value: Any, *, root: bool = False) -> None:
@@ -56,10 +55,10 @@ class _Walk:
             self._take(name, value.__func__, root=root)
             self._take(name, value.__self__, root=root)
         elif isinstance(value, types.FunctionType | type):
-            if root or _is_own(value):
+            if root or is_users(value):
                 self._seen.add(id(value))
                 self._code(name, value)
-        elif root or (callable(value) and _is_own(type(value))):
+        elif root or (callable(value) and is_users(type(value))):
             self._seen.add(id(value))
             self._take(name, type(value), root=root)
             changing = _assigned_later(type(value))
@@ -71,7 +70,7 @@ class _Walk:
 
     def _code(self, name: str, value: Callable[..., Any] | type) -> None:
         try:
-            self.parts.add(f"{name}: {inspect.getsource(value)}")
+            self.parts.add(f"{name}: {self._source(value)}")
         except (OSError, TypeError):
             # It was typed into a prompt, or made by exec.
             self.parts |= {f"{name}: {code.co_code.hex()} {_said(code.co_consts)}" for code in _codes(value)}
@@ -83,14 +82,23 @@ class _Walk:
         for function in functions:
             self._references(function)
 
+    def _source(self, value: Callable[..., Any] | type) -> str:
+        """The text of a function or class. `inspect` would parse the whole file again for each class."""
+        classes = self._file(inspect.getsourcefile(value) or "").classes if isinstance(value, type) else {}
+        return classes.get(value.__qualname__) or inspect.getsource(value)
+
+    def _file(self, path: str) -> _File:
+        if path not in self._files:
+            self._files[path] = _read(path)
+        return self._files[path]
+
     def _references(self, function: Any) -> None:
         function = inspect.unwrap(function)
         if not isinstance(function, types.FunctionType):
             # What is wrapped may be a built-in function, which has no code in Python.
             return
         names = {name for code in _codes(function) for name in code.co_names}
-        path = function.__code__.co_filename
-        own_file = self._files[path] if path in self._files else self._files.setdefault(path, _bindings(path))
+        own_file = self._file(function.__code__.co_filename).assignments
         for name in sorted(names & function.__globals__.keys()):
             found = function.__globals__[name]
             if isinstance(found, types.ModuleType):
@@ -110,25 +118,53 @@ class _Walk:
                 continue
 
 
-def _bindings(path: str) -> dict[str, str]:
-    """The text of the assignments at the top of a Python file, by name; empty if the file cannot be read."""
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What a Python file has.
+
+    Attributes:
+        assignments: the text of the assignments at its top, by name.
+        classes: the text of its classes, by qualified name.
+    """
+
+    assignments: Mapping[str, str]
+    classes: Mapping[str, str]
+
+
+def _read(path: str) -> _File:
+    """A Python file; empty if it cannot be read."""
     try:
-        return _assignments(Path(path).read_text())
+        return _parsed(Path(path).read_text())
     except (OSError, SyntaxError, ValueError):
-        return {}
+        return _File({}, {})
 
 
 @functools.lru_cache(maxsize=64)
-def _assignments(text: str) -> dict[str, str]:
-    """The text of the assignments at the top of a module, by name."""
-    found: dict[str, str] = {}
-    for statement in ast.parse(text).body:
+def _parsed(text: str) -> _File:
+    tree, lines = ast.parse(text), text.split("\n")
+    assignments: dict[str, str] = {}
+    for statement in tree.body:
         if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
-            segment = ast.get_source_segment(text, statement) or ""
+            segment = "\n".join(lines[statement.lineno - 1 : statement.end_lineno])
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    found[node.id] = found.get(node.id, "") + segment
-    return found
+                    assignments[node.id] = assignments.get(node.id, "") + segment
+    classes: dict[str, str] = {}
+    waiting: list[tuple[str, ast.AST]] = [("", tree)]
+    while waiting:
+        prefix, parent = waiting.pop()
+        for node in ast.iter_child_nodes(parent):
+            inner = prefix
+            if isinstance(node, ast.ClassDef):
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                name = prefix + node.name
+                # A class may be defined twice, in two branches.
+                classes[name] = classes.get(name, "") + "\n".join(lines[first - 1 : node.end_lineno])
+                inner = f"{name}."
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                inner = f"{prefix}{node.name}.<locals>."
+            waiting.append((inner, node))
+    return _File(assignments, classes)
 
 
 def _codes(value: Any) -> Iterator[types.CodeType]:
@@ -146,17 +182,6 @@ def _assigned_later(kind: type) -> set[str]:
     functions = [f for name, f in vars(kind).items() if name != "__init__" and isinstance(f, types.FunctionType)]
     found = (step for f in functions for code in _codes(f) for step in dis.get_instructions(code))
     return {str(step.argval) for step in found if step.opname == "STORE_ATTR"}
-
-
-def _is_own(value: Any) -> bool:
-    """Whether a function or class stands in a file of the user's, and not in an installed package or in Lockstep."""
-    if str(getattr(value, "__module__", "")).partition(".")[0] == "lockstep":
-        return False
-    try:
-        path = inspect.getsourcefile(value)
-    except TypeError:
-        return False
-    return path is None or not str(Path(path).resolve()).startswith(_INSTALLED)
 
 
 def _said(value: Any) -> str | None:

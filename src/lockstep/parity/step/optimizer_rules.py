@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from lockstep.definitions.adamw import Moments, Settings, adamw
 from lockstep.errors import ProofError
 from lockstep.parity.step.drawn import Drawn
-
-Groups = list[dict[str, Any]]
+from lockstep.parity.step.optimizer_settings import OptimizerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +22,12 @@ class State:
 
     values: torch.Tensor
     moments: Moments | None
+
+    def elements(self) -> dict[str, torch.Tensor]:
+        """The same by name, for `parity/step/still.py`."""
+        m = self.moments
+        moments = {} if m is None else {"exp_avg": m.first, "exp_avg_sq": m.second, "step": m.steps}
+        return {"weight": self.values, **moments}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +42,19 @@ class OptimizerRule:
     """The rule of an optimizer over a list of parameters.
 
     Args:
-        optimizer: the optimizer itself, not a wrapper.
+        settings: the settings of the optimizer.
         parameters: the trained parameters.
         names: their names.
-
-    Attributes:
-        known: whether the rule is written here.
 
     Raises:
         ProofError: a trained parameter is in no group of the optimizer, or in two.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]
+        self, settings: OptimizerSettings, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]
     ) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
+        optimizer = settings.optimizer
+        self._settings, self._optimizer, self._parameters = settings, optimizer, parameters
         places = [(id(p), i) for i, group in enumerate(optimizer.param_groups) for p in group["params"]]
         group_of = dict(places)
         lost = [name for name, p in zip(names, parameters, strict=True) if id(p) not in group_of]
@@ -66,15 +68,14 @@ class OptimizerRule:
                 "give every trained parameter to the optimizer once, and call requires_grad_(False) on those that stay as they are",
             )
         self.group_of = [group_of[id(p)] for p in parameters]
-        plain = type(optimizer) is torch.optim.AdamW
-        self.known = plain and not any(group["amsgrad"] for group in optimizer.param_groups)
-        # Settings as they are when training begins. A later change is a difference.
-        self._kept: Groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
 
     @property
-    def groups(self) -> Groups:
-        """The settings of each group when training began."""
-        return self._kept
+    def known(self) -> bool:
+        """Whether the rule is written here, for the settings of the latest step."""
+        others = ("amsgrad", "maximize")
+        return type(self._optimizer) is torch.optim.AdamW and not any(
+            group.get(name) for group in self._settings.groups for name in others
+        )
 
     def read(self, drawn: Drawn) -> State:
         """The drawn elements as they are now."""
@@ -98,19 +99,19 @@ class OptimizerRule:
             gradients: (N,) as the optimizer sees them.
             rates: learning rate of each group.
         """
-        if before.moments is None:
+        if before.moments is None or not self.known:
             return None
-        owners = drawn.owners
+        owners, groups = drawn.owners, self._settings.groups
 
         def spread(values: Sequence[float]) -> torch.Tensor:
             return torch.tensor([values[g] for g in self.group_of], dtype=torch.float64)[owners]
 
         settings = Settings(
             rate=spread(rates),
-            beta1=spread([g["betas"][0] for g in self._kept]),
-            beta2=spread([g["betas"][1] for g in self._kept]),
-            epsilon=spread([g["eps"] for g in self._kept]),
-            decay=spread([g["weight_decay"] for g in self._kept]),
+            beta1=spread([g["betas"][0] for g in groups]),
+            beta2=spread([g["betas"][1] for g in groups]),
+            epsilon=spread([g["eps"] for g in groups]),
+            decay=spread([g["weight_decay"] for g in groups]),
         )
         new, moments, size = adamw(before.values, gradients, before.moments, settings)
         eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._parameters], dtype=torch.float64)[owners]

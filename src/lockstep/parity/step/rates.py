@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from lockstep.definitions.schedules import rate_factor
 from lockstep.errors import ProofError
+from lockstep.parity.step.optimizer_settings import OptimizerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ class Rates:
         schedule: its name; None: the user made the scheduler, or gave it options, so that no formula is known.
         warmup, total: as in `rate_factor`.
         start: number of steps before training began; above 0 for a resumed run.
-        base: the learning rate that the config gives each trained parameter, by name; None: the user made the optimizer.
+        settings: the optimizer's settings. They have the rates before the schedule, and those that a user has set.
     """
 
     scheduler: Any
@@ -32,31 +30,13 @@ class Rates:
     warmup: int
     total: int
     start: int
-    base: Callable[[str], float] | None
+    settings: OptimizerSettings
 
-    def check_start(
-        self, step: int, groups: Sequence[Mapping[str, Any]], group_of: Sequence[int], names: Sequence[str]
-    ) -> None:
-        """Compare the optimizer's first learning rates with the config. A resumed run has the rates of its checkpoint.
-
-        Raises:
-            ProofError: they differ.
-        """
-        if step > 0 or self.base is None:
-            return
-        for name, index in zip(names, group_of, strict=True):
-            found, due = _first(groups[index]), self.base(name)
-            if not _equal(found, due):
-                raise _wrong(
-                    f"the optimizer begins with a learning rate of {found:g} for {name}; the config gives {due:g}"
-                )
-
-    def at(self, step: int, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[float]:
+    def at(self, step: int) -> list[float]:
         """The learning rate of each group in a step.
 
         Args:
             step: number of steps before this one.
-            groups: the optimizer's groups when training began.
 
         Raises:
             ProofError: the optimizer has other rates.
@@ -71,17 +51,24 @@ class Rates:
             if taken != step:
                 raise _wrong(f"the schedule has taken {taken} steps before optimizer step {step + 1}, not {step}")
         else:
-            rates = [_first(group) * factor for group in groups]
-        for group, due in zip(optimizer.param_groups, rates, strict=True):
-            if not _equal(float(group["lr"]), due):
-                raise _wrong(
-                    f"the optimizer has a learning rate of {float(group['lr']):g} in step {step + 1}; the schedule gives {due:g}"
-                )
-        return rates
+            rates = [first * factor for first in self.settings.first_rates()]
+        return [self._of_group(index, due, step) for index, due in enumerate(rates)]
 
+    def in_step(self, rates: list[float]) -> list[float]:
+        """The learning rates of the latest step. A callback may have set others after `at`."""
+        return self.settings.rates_of_step(rates)
 
-def _first(group: Mapping[str, Any]) -> float:
-    return float(group.get("initial_lr", group["lr"]))
+    def _of_group(self, index: int, scheduled: float, step: int) -> float:
+        found, given = float(self.settings.optimizer.param_groups[index]["lr"]), self.settings.rate_set(index)
+        due = scheduled if given is None else given
+        if _equal(found, due):
+            return due
+        if not self.settings.by_user:
+            raise _wrong(
+                f"the optimizer has a learning rate of {found:g} in step {step + 1}; the schedule gives {due:g}"
+            )
+        self.settings.take_rate(index, due, found)
+        return found
 
 
 def _equal(found: float, due: float) -> bool:
@@ -92,7 +79,8 @@ def _wrong(found: str) -> ProofError:
     return ProofError(
         "learning_rate",
         found,
-        "something set the optimizer's learning rate beside the scheduler, or the scheduler belongs to another run or step",
+        "something other than the scheduler or a callback of yours set the learning rate, or the scheduler belongs to another "
+        "run or step",
         "give the learning rate in the config (learning_rate, lr_scheduler_type, warmup_steps), or a scheduler of your own with "
         "the optimizer; resume with the checkpoint's scheduler.pt and the same settings",
     )

@@ -18,7 +18,9 @@ from lockstep.errors import ProofError
 from lockstep.parity.step.accumulation import AccumulationProof
 from lockstep.parity.step.drawn import Drawn
 from lockstep.parity.step.optimizer_rules import Expected, OptimizerRule, State
+from lockstep.parity.step.optimizer_settings import OptimizerSettings
 from lockstep.parity.step.rates import Rates
+from lockstep.parity.step.still import check_still
 from lockstep.shards.parts import first_element, is_sharded, local_part
 
 _logger = logging.getLogger(__name__)
@@ -41,7 +43,7 @@ class UpdateProof:
     Args:
         trained: the parameters that require a gradient, by name. This set must not change during the run.
         frozen: the other parameters, by name.
-        optimizer: the optimizer itself, not a wrapper.
+        settings: the settings of the optimizer.
         rates: gives the learning rates of a step.
         max_norm: the norm that gradients are clipped to; 0: they are not clipped.
         seed: draws the elements.
@@ -57,7 +59,7 @@ class UpdateProof:
         self,
         trained: Mapping[str, torch.nn.Parameter],
         frozen: Mapping[str, torch.nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        settings: OptimizerSettings,
         rates: Rates,
         max_norm: float,
         seed: int,
@@ -68,9 +70,7 @@ class UpdateProof:
     ) -> None:
         self._names, self._trained = list(trained), list(trained.values())
         _check_halves(trained, frozen)
-        self._rule = OptimizerRule(optimizer, self._trained, self._names)
-        self._optimizer, self._rates = optimizer, rates
-        rates.check_start(step, self._rule.groups, self._rule.group_of, self._names)
+        self._rule, self._rates = OptimizerRule(settings, self._trained, self._names), rates
         self._max_norm, self._seed = max_norm, seed
         self._always, self._may_rest, self._gathered = always, set(may_rest), gathered
         self._sharded = [is_sharded(p) for p in self._trained]
@@ -179,7 +179,7 @@ class UpdateProof:
         Raises:
             ProofError: the gradients are not the clipped ones, or a learning rate is not the schedule's.
         """
-        self._step_rates = self._rates.at(step, self._optimizer, self._rule.groups)
+        self._step_rates = self._rates.at(step)
         gradients = [p.grad for p in self._trained]
         self._seen, self._sparse_seen = self._drawn.read(gradients), self._sparse.read(gradients)
         eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._trained], dtype=torch.float64)[self._drawn.owners]
@@ -222,6 +222,7 @@ class UpdateProof:
         Raises:
             ProofError: a drawn element is not what the step must make of it, or a tensor never moves.
         """
+        self._step_rates = self._rates.in_step(self._step_rates)
         found = self._rule.read(self._drawn)
         if any(self._sharded):
             # An error of one rank is an error of all.
@@ -232,6 +233,16 @@ class UpdateProof:
         figures = self._figures(found, share)
         self._draw(step + 1)
         return figures
+
+    @torch.no_grad()
+    def check_still(self) -> None:
+        """Before a checkpoint is written: weights and the optimizer's state are as the last step left them.
+
+        Raises:
+            ProofError: a drawn element has changed.
+        """
+        now = self._rule.read(self._drawn).elements()
+        check_still(self._drawn, self._names, self._kept.elements(), now, "the last optimizer step")
 
     def _check(self, found: State) -> None:
         self._compare(self._drawn, self._kept, self._seen, found)

@@ -58,6 +58,7 @@ EXACT = {
     "rewards, advantages, scores": "rewards are the sums of scores, and advantages are those of a second implementation",
     "loss_gradient, model_gradient": "the gradients are the derivatives of the formulas, and the model's backward is right",
     "accumulation, clipping": "gradients add up, and the clip uses their true norm",
+    "optimizer": "the optimizer is set as the config says, with the changes that the receipt records",
     "learning_rate, update": "drawn elements of every tensor become what AdamW in float64 makes of them",
     "reference": "the reference model stays as it was",
     "checkpoint": "a resumed run has the files, data and settings with which it stopped",

@@ -52,6 +52,16 @@ def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, An
     return next(entry for entry in reversed(entries) if entry["kind"] == "start")
 
 
+def optimizer_lines(receipt: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of a receipt that say what was changed in the optimizer, up to the checkpoint of a step.
+
+    Changes that were written after the checkpoint are not in it.
+    """
+    entries = [json.loads(line) for line in lines_up_to(receipt.read_text().splitlines(), step)]
+    ends = [i for i, entry in enumerate(entries) if entry["kind"] == "checkpoint" and entry["step"] == step]
+    return [entry for entry in entries[: ends[-1]] if entry["kind"] in ("start", "optimizer")]
+
+
 def restore_metrics(folder: Path, checkpoint: Path, step: int) -> None:
     """Write the lines of `metrics.jsonl` again if some are gone or unreadable. The checkpoint's trainer state has them too."""
     history = json.loads((checkpoint / "trainer_state.json").read_text()).get("log_history", [])

@@ -15,6 +15,7 @@ from lockstep.parity.step.advantages import AdvantageProof, Scored
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence, rollouts_of
 from lockstep.training.methods.objective import Objective, TokenBatch
+from lockstep.whose_code import is_lockstep
 
 
 def check_batch(proof: AdvantageProof, batch: TokenBatch) -> None:
@@ -46,7 +47,7 @@ def advantage_proof(
         sequences: those of the groups, with the log-probs that the method needs, before their advantages.
     """
     # A class of the user's own may compute other advantages.
-    if objective.definition is None or not type(objective).__module__.startswith("lockstep."):
+    if objective.definition is None or not is_lockstep(type(objective)):
         return None
     found = {own[0].rollout or own[0].name: own for own in rollouts_of(sequences)}
     completions = []

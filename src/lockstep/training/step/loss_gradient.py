@@ -15,6 +15,7 @@ from lockstep.parity.step.gradient import Tokens, by_logps, by_values, check
 from lockstep.tokens.arrays import cut
 from lockstep.training.methods.objective import Objective, TokenBatch
 from lockstep.training.step.update_sums import on_host
+from lockstep.whose_code import is_lockstep
 
 
 class LossGradient:
@@ -22,7 +23,7 @@ class LossGradient:
 
     def __init__(self, objective: Objective[Any]) -> None:
         self._objective = objective
-        self._method = objective.definition if type(objective).__module__.startswith("lockstep.") else None
+        self._method = objective.definition if is_lockstep(type(objective)) else None
         self._watched: list[tuple[TokenBatch, dict[str, torch.Tensor]]] = []
 
     def watch(self, batch: TokenBatch) -> None:

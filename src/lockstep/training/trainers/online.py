@@ -16,6 +16,7 @@ from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from lockstep.definitions.optimizer import optimizer_fields
 from lockstep.definitions.settings import user_settings
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
@@ -154,7 +155,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
             )
         self.config: Any = args
-        asked = user_settings(vars(args))
+        asked, self.optimizer_fields = user_settings(vars(args)), optimizer_fields(vars(args))
         self._is_closed = False
         processing_class, image_processor = parts_of_processor(processing_class)
         check_kinds(model, processing_class, callbacks, optimizers, engine)
@@ -189,8 +190,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.settings = SettingsProof(
             asked, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], banned
         )
-        self.makes_optimizer = optimizers[0] is None
-        if self.makes_optimizer:
+        self.optimizer_is_given, self._said = optimizers[0] is not None, set()
+        if not self.optimizer_is_given:
             check_steps_move(policy, args)
 
         self.objective: Objective = self.objective_class(args)

@@ -61,6 +61,3 @@ class PPOTrainer(OnlineTrainer[PPOConfig]):
     def _value_rate(self) -> float:
         given = self.config.value_learning_rate
         return 10 * self.config.learning_rate if given is None else given
-
-    def first_rate(self, parameter: str) -> float:
-        return self._value_rate if parameter.startswith("value_head.") else super().first_rate(parameter)

@@ -1,4 +1,4 @@
-"""Faults of the optimizer step, from the last backward to the new weights: U1 to U11.
+"""Faults of the optimizer, its settings and its step, from the last backward to the new weights: U1 to U13.
 
 They need real optimizer steps: `Stage.learn` takes them, and gives the stage its weights back.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from lockstep.definitions.optimizer import optimizer_fields
+from lockstep.errors import InputError
 from lockstep.verify.faults.seams import Fault, Patch
 from lockstep.verify.stage import Stage
 
@@ -140,6 +143,75 @@ def _schedule_twice(stage: Stage) -> Patch:
     return patch.object(kind, "step", step)
 
 
+def _made_with(**settings: Any) -> Callable[[Stage], Patch]:
+    """The optimizer is made with other settings than the config's."""
+
+    def inject(stage: Stage) -> Patch:
+        real = stage.trainer.create_optimizer
+
+        def create(*given: Any) -> torch.optim.Optimizer:
+            optimizer = real(*given)
+            for group in optimizer.param_groups:
+                group.update(settings)
+            return optimizer
+
+        return patch.object(stage.trainer, "create_optimizer", create)
+
+    return inject
+
+
+@contextmanager
+def _all_decay(stage: Stage) -> Iterator[None]:
+    """The user asks for a weight decay of 0.1. Norms and biases have one too."""
+    trainer = stage.trainer
+    with (
+        patch.object(trainer.args, "weight_decay", 0.1),
+        patch.object(trainer, "optimizer_fields", optimizer_fields({**vars(stage.config), "weight_decay": 0.1})),
+        patch.object(
+            trainer, "get_decay_parameter_names", lambda model: [name for name, _ in model.named_parameters()]
+        ),
+    ):
+        yield
+
+
+def _before_the_second_step(change: Callable[[torch.optim.Optimizer], None]) -> Callable[[Stage], Patch]:
+    """Something changes the optimizer in the middle of the run, outside of all callbacks."""
+
+    def inject(stage: Stage) -> Patch:
+        steps = 0
+
+        def second(optimizer: torch.optim.Optimizer, step: Step) -> None:
+            nonlocal steps
+            steps += 1
+            if steps == 2:
+                change(optimizer)
+            step()
+
+        return _steps_become(second)(stage)
+
+    return inject
+
+
+def _decay_more(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 10.0
+
+
+def _exchange_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Of the first two tensors of one shape that have different moments."""
+    for one, other in combinations(optimizer.state.values(), 2):
+        first, second = one["exp_avg"], other["exp_avg"]
+        if first.shape == second.shape and not torch.equal(first, second):
+            one["exp_avg"], other["exp_avg"] = second, first
+            return
+    raise InputError("no two tensors have the same shape")
+
+
+def _count_on(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["step"] += 1
+
+
 def _fault(id: str, what: str, inject: Callable[[Stage], Patch]) -> Fault:
     return Fault(id, what, inject, learns=True)
 
@@ -158,4 +230,10 @@ FAULTS = (
     _fault("U10", "gradients are cleared before the last backward of the step", _cleared_between),
     _fault("U11", "gradients are not clipped", _not_clipped),
     _fault("U11b", "half of the gradients are clipped, by their own norm", _half_clipped),
+    _fault("U12", "the optimizer is made with a weight decay of 10", _made_with(weight_decay=10.0)),
+    _fault("U12b", "the optimizer is made with exchanged betas", _made_with(betas=(0.999, 0.9))),
+    _fault("U12c", "norms and biases have a weight decay", _all_decay),
+    _fault("U12d", "the weight decay becomes 10 at the second step", _before_the_second_step(_decay_more)),
+    _fault("U13", "two tensors exchange their moments", _before_the_second_step(_exchange_moments)),
+    _fault("U13b", "the optimizer counts a step that it has not taken", _before_the_second_step(_count_on)),
 )

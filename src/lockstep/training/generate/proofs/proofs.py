@@ -36,6 +36,7 @@ from lockstep.parity.sampling.draws import DrawEvidence, DrawStats, draw_metrics
 from lockstep.parity.sampling.ends import Ends
 from lockstep.parity.sampling.independent_samples import check_samples
 from lockstep.parity.sampling.kept_sets import KeptSetStats
+from lockstep.parity.step.optimizer_settings import Change
 from lockstep.parity.tolerances import Tolerance
 from lockstep.parity.user_settings import SettingsProof
 from lockstep.parity.weights.module_probe import ModuleProbe, ProbeRecord
@@ -204,6 +205,14 @@ class Proofs:
         """Write into the receipt which servers have joined, have left or were refused."""
         if self._receipt is not None:
             self._receipt.append({"kind": "servers", "step": step, **changes})
+
+    def note_optimizer(self, step: int, given: Sequence[Mapping[str, Any]] | None, changes: Sequence[Change]) -> None:
+        """Write into the receipt the settings of an optimizer that the user gave, and changes of settings that were taken."""
+        assert self._receipt is not None
+        groups = {} if given is None else {"given": list(given)}
+        self._receipt.append(
+            {"kind": "optimizer", "step": step, **groups, "changes": [change.line() for change in changes]}
+        )
 
     def note_checkpoint(self, step: int, digests: str) -> None:
         """Write a checkpoint's digest into the receipt. The checkpoint no longer fits a receipt that is cut or rewritten."""

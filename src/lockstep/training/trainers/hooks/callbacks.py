@@ -13,6 +13,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from lockstep.report.log_lines import LogLines
 from lockstep.report.notebook import in_notebook
 from lockstep.training.run_files.resumable import ResumableSaves
+from lockstep.training.trainers.hooks.optimizer import WatchedCallbacks
 from lockstep.training.trainers.hooks.run_files import RunFiles
 from lockstep.training.trainers.hooks.step_events import StepEvents
 
@@ -30,6 +31,7 @@ def add_callbacks(trainer: OnlineTrainer, began: float) -> RunFiles:
         The callback that writes the files of the run.
     """
     files, config = RunFiles(trainer, began), trainer.config
+    trainer.callback_handler = WatchedCallbacks(trainer.callback_handler, lambda: trainer.optimizer_settings)
     for callback in (files, StepEvents(trainer), ResumableSaves(config, owner=trainer.ranks.owner)):
         trainer.add_callback(callback)
     if not config.asks_for_progress_bar:

@@ -7,15 +7,19 @@ that have no place in `transformers.Trainer` itself.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer
 
+from lockstep.definitions.optimizer import OptimizerFields
 from lockstep.models.adapters import causal_model
 from lockstep.parity.sampling.kept_sets import KeptSetProof
+from lockstep.parity.step.optimizer_settings import OptimizerSettings, Taken
 from lockstep.parity.step.reference import FrozenWeights
+from lockstep.parity.step.still import LoadedState
 from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -28,6 +32,13 @@ from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.step.update import Policy
+from lockstep.training.trainers.hooks.optimizer import (
+    check_same_changes,
+    inner_optimizer,
+    loaded_state,
+    ready_settings,
+    say_changes,
+)
 from lockstep.training.trainers.hooks.update_proof import update_proof
 
 _logger = logging.getLogger(__name__)
@@ -40,7 +51,9 @@ class StepHooks(Trainer):
         config: the run's configuration.
         critic: the value head; None if the method has none.
         reference: the reference model; None if the method uses none.
-        makes_optimizer: whether the trainer makes the optimizer, instead of the user.
+        optimizer_is_given: whether the user gave the optimizer to the constructor.
+        optimizer_fields: what the config says about the optimizer.
+        optimizer_settings: the proof of its settings; None while there is no optimizer.
         inputs: the run's data, code and settings, for the receipt. Only the rank with the engine has them.
         settings: the proof of what the user has asked for.
     """
@@ -52,7 +65,9 @@ class StepHooks(Trainer):
     ranks: Ranks
     critic: torch.nn.Module | None
     reference: Reference | None
-    makes_optimizer: bool
+    optimizer_is_given: bool
+    optimizer_fields: OptimizerFields
+    optimizer_settings: OptimizerSettings | None = None
     inputs: dict[str, Any]
     settings: SettingsProof
     _method_state: MethodState
@@ -60,6 +75,12 @@ class StepHooks(Trainer):
     _rules: IdRules
     # The model and what it wraps. accelerate looks for installed packages each time it unwraps a model.
     _unwrapped: tuple[torch.nn.Module, PreTrainedModel] | None = None
+    # What the receipt says about the optimizer of a resumed run, and the fields of the config that have changed since.
+    _resumed_with: tuple[Taken, Sequence[str]]
+    # Who has changed which setting of the optimizer, as far as the log says it.
+    _said: set[tuple[str, str]]
+    # What a checkpoint has brought, until the first step.
+    _loaded: LoadedState | None = None
 
     # `micro_step` already divides by the whole optimizer step; the base class must not divide again.
     loss_is_scaled_for_ga = True
@@ -92,9 +113,24 @@ class StepHooks(Trainer):
             return clip_sharded(self.loop.trained_parameters(), float("inf"), self.ranks.passes)
         return super()._get_grad_norm(model, grad_norm)
 
-    def first_rate(self, parameter: str) -> float:
-        """The learning rate that the config gives a parameter, before the schedule."""
-        return self.config.learning_rate
+    def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
+        """Prove the optimizer as soon as it is ready, before any callback of the user's can change it."""
+        settings = self.optimizer_settings
+        if self.optimizer is not None and (settings is None or inner_optimizer(self) is not settings.optimizer):
+            # The program has made it before `train`.
+            self.optimizer_is_given = True
+        prepared = super()._prepare_for_training(*given, **named)
+        # Every rank has its own optimizer, so that each rank proves it, and all ranks get the error of one.
+        self.ranks.share("optimizer", self._prove_ready)
+        return prepared
+
+    def _prove_ready(self) -> None:
+        self.optimizer_settings = ready_settings(self, *self._resumed_with)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load them, and note what they hold. Their digests were compared just now."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._loaded = loaded_state(self) if checkpoint is not None else None
 
     def begin_training(self) -> None:
         """Reset the state of an earlier call of `train`, open the receipt and prove the engine. Called when training begins."""
@@ -107,11 +143,34 @@ class StepHooks(Trainer):
 
     def before_update(self) -> None:
         """Prove the gradients and the learning rate, just before the optimizer changes the weights."""
+        if (loaded := self._loaded) is not None:
+            self.ranks.share("loaded", loaded.check)
+            self._loaded = None
+        self._note_optimizer(self.state.global_step + 1)
         self.loop.before_update()
 
     def after_update(self) -> None:
         """Prove what the optimizer has made of the weights."""
+        self._note_optimizer(self.state.global_step + 1)
         self.loop.after_update()
+
+    def _note_optimizer(self, step: int) -> None:
+        """Prove the optimizer's settings. Changes that are taken go to the receipt and to the log. Every rank calls."""
+        if (settings := self.optimizer_settings) is None:
+            return
+        with self.clock.phase("verify"):
+            check_same_changes(self.ranks.share("optimizer", settings.check))
+        given, changes = settings.news()
+        if self.ranks.owner and (given is not None or changes):
+            self.source.proofs.note_optimizer(step, given, changes)
+            say_changes(given, changes, self._said)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Prove that weights and optimizer are as the last step left them, before they are digested and written."""
+        self._note_optimizer(self.state.global_step)
+        if (proof := self.loop.update_proof) is not None:
+            self.ranks.share("still", proof.check_still)
+        super()._save_checkpoint(model, trial)
 
     def end_step(self) -> bool:
         """Clear the value head's gradients, move the reference model, and check whether prompts are left. Called after each step.

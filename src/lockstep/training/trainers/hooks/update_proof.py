@@ -13,18 +13,10 @@ from lockstep.models.adapters import is_adapted
 from lockstep.parity.step.rates import Rates
 from lockstep.parity.step.update import UpdateProof
 from lockstep.shards.model import sharded
+from lockstep.training.trainers.hooks.names import HEAD, named_parameters
 
 if TYPE_CHECKING:
     from lockstep.training.trainers.hooks.steps import StepHooks
-
-_CRITIC = "value_head."
-
-
-def named_parameters(trainer: StepHooks) -> dict[str, torch.nn.Parameter]:
-    """Every parameter of the policy, and of the value head if there is one, by name."""
-    policy, *critic = trainer._trained_modules()
-    named = dict(policy.named_parameters())
-    return named | {f"{_CRITIC}{name}": p for head in critic for name, p in head.named_parameters()}
 
 
 def update_proof(trainer: StepHooks) -> UpdateProof | None:
@@ -33,27 +25,26 @@ def update_proof(trainer: StepHooks) -> UpdateProof | None:
     Raises:
         ProofError: the optimizer or the schedule do not fit the run.
     """
-    if trainer.optimizer is None or trainer.lr_scheduler is None:
+    settings = trainer.optimizer_settings
+    if settings is None or trainer.lr_scheduler is None:
         return None
     args, named = trainer.config, named_parameters(trainer)
-    critic = [name for name in named if name.startswith(_CRITIC)]
+    critic = [name for name in named if name.startswith(HEAD)]
     rests = critic if getattr(args, "vf_coef", 1.0) == 0.0 else []
     start = trainer.state.global_step
     plain = trainer._created_lr_scheduler and not args.lr_scheduler_kwargs
-    # accelerate wraps the optimizer.
-    optimizer: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     rates = Rates(
         trainer.lr_scheduler,
         str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) if plain else None,
         args.get_warmup_steps(trainer.state.max_steps),
         trainer.state.max_steps,
         start,
-        trainer.first_rate if trainer.makes_optimizer else None,
+        settings,
     )
     return UpdateProof(
         {name: p for name, p in named.items() if p.requires_grad},
         {name: p for name, p in named.items() if not p.requires_grad},
-        optimizer,
+        settings,
         rates,
         args.max_grad_norm,
         args.seed,

@@ -7,7 +7,7 @@ keeps its own values of weights that a file lacks. `training/trainers/online.py`
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +22,7 @@ from lockstep.models.policy import BAD_FILES, first_line
 from lockstep.parity.receipt import RECEIPT
 from lockstep.parity.resume.checkpoint import TRAINER_STATE, check_loaded, memory_digests, seal
 from lockstep.parity.resume.inputs import changed_digests, check_inputs
+from lockstep.parity.step.optimizer_settings import Taken, taken_of
 from lockstep.report.busy import busy
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.shards.files import SHARDS, read_optimizer, read_weights, write_shards
@@ -30,7 +31,7 @@ from lockstep.training.generate.source import RolloutSource
 from lockstep.training.run_files.checkpoints import checkpoint_step, guarded_save, last_checkpoint, whole_or_absent
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.run_files.run_identity import changed_fields
-from lockstep.training.run_files.whole_run import check_checkpoint
+from lockstep.training.run_files.whole_run import check_checkpoint, optimizer_lines
 from lockstep.training.step.distributed import check_shards
 
 _WHAT_NOW = "Nothing was changed. Put a good copy back, or rename this checkpoint to go on from the one before"
@@ -49,6 +50,8 @@ class WholeCheckpoints(Trainer):
     source: RolloutSource
     inputs: dict[str, Any]
     checked: tuple[Path, dict[str, Any]] | None = None
+    # What the receipt says about the optimizer of a resumed run, and the fields of the config that have changed since.
+    _resumed_with: tuple[Taken, Sequence[str]] = (Taken(None, []), ())
     _digests: Mapping[str, str] = {}
     _method_state: MethodState
 
@@ -62,11 +65,12 @@ class WholeCheckpoints(Trainer):
         Raises:
             InputError: there is no whole checkpoint, it is not as the run wrote it, or an input has changed.
         """
+        self._resumed_with = Taken(None, []), ()
         if not asked:
             return
         folder = _named(asked, self.args.output_dir)
 
-        def check() -> None:
+        def check() -> tuple[list[dict[str, Any]], list[str]]:
             receipt = folder.parent / RECEIPT
             if not receipt.exists():
                 # The checkpoint was copied, for example from the hub.
@@ -89,8 +93,10 @@ class WholeCheckpoints(Trainer):
                 # The run goes on in another directory. Its chain goes on there too.
                 here.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(receipt, here)
+            return optimizer_lines(receipt, checkpoint_step(folder)), changed
 
-        self.ranks.on_owner("checkpoint", check)
+        entries, changed = self.ranks.from_owner("checkpoint", check, list, tuple)
+        self._resumed_with = taken_of(entries, changed), changed
 
     # ---- write ------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import Trainer
 
 from lockstep.errors import InputError
+from lockstep.whose_code import is_lockstep
 
 _LOSS = "set objective_class to an Objective (lockstep.training.methods.objective) with a loss of its own"
 _SCORES = "give reward_funcs, or override scorer()"
@@ -88,7 +89,7 @@ class RefusesForeignHooks:
         super().__init_subclass__(**kwargs)
         for base in cls.__mro__:
             # Lockstep's own classes may use such a name for something else.
-            ours = base in Trainer.__mro__ or base.__module__.startswith("lockstep.")
+            ours = base in Trainer.__mro__ or is_lockstep(base)
             for name in () if ours else vars(base):
                 if name in HOOKS:
                     raise InputError(
