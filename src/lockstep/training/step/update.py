@@ -192,7 +192,7 @@ def _learn(
     learned: list[tuple[TokenBatch, TokenScores]] = []
     flow = LossGradient(objective)
     with clock.phase("forward_backward"):
-        for pack in policy.packs(moving, config):
+        for pack in (pack for own in proofs.cuts(moving) for pack in policy.packs(own, config)):
             with policy.learning():
                 scores = policy.score(
                     pack,
@@ -205,11 +205,12 @@ def _learn(
                 batch = TokenBatch.of(pack, scores)
                 proofs.check_loss(batch)
                 flow.watch(batch)
-                loss = objective.loss(batch, sums.tally)
-                if router is not None and scores.routing is not None:
-                    loss = loss + router.share(scores.routing, sums.tally)
-                sums.loss += loss.item()
-                policy.backward(loss)
+                with proofs.watched(pack, scores):
+                    loss = objective.loss(batch, sums.tally)
+                    if router is not None and scores.routing is not None:
+                        loss = loss + router.share(scores.routing, sums.tally)
+                    sums.loss += loss.item()
+                    policy.backward(loss)
             learned.append((batch, scores))
             if proofs.repeats(batch):
                 repeated.append(batch)

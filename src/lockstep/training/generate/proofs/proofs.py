@@ -202,6 +202,11 @@ class Proofs:
         if self._receipt is not None:
             self._receipt.append({"kind": "servers", "step": step, **changes})
 
+    def note_unproven(self, step: int, proof: str, why: str) -> None:
+        """Write into the receipt that a proof could not be made at a step, and why."""
+        if self._receipt is not None:
+            self._receipt.append({"kind": "unproven", "step": step, "proof": proof, "why": why})
+
     def note_checkpoint(self, step: int, digests: str) -> None:
         """Write a checkpoint's digest into the receipt. The checkpoint no longer fits a receipt that is cut or rewritten."""
         assert self._receipt is not None
