@@ -35,6 +35,7 @@ import torch
 from transformers import TrainerState
 
 from lockstep.errors import InputError
+from lockstep.parity.backward.hooks import HeldHooks, standing
 from lockstep.parity.logprobs.gap import check_count
 from lockstep.parity.step.forward import check_repeated
 from lockstep.parity.step.learned import SampledTokens
@@ -84,6 +85,7 @@ class TrainingLoop:
         update_proof: the proof of the optimizer steps; None while there is no optimizer.
         frozen: the proof that the reference stays as it is; None while nothing is frozen.
         model_gradient: the proof of the model's own backward.
+        hooks: the proof that no hook and no other function appears in the model's forward and backward.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class TrainingLoop:
         self._unscored = UnscoredGenerations(self.config.max_unscored_generations, owner=ranks.owner)
         self.update_proof: UpdateProof | None = None
         self.frozen: FrozenWeights | None = None
+        self.hooks = HeldHooks(lambda: standing(trained(), policy().backward))
         self.model_gradient = ModelGradient(trained, self.config, ranks.rank, entropies=objective.entropy_gradient)
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
@@ -259,7 +262,7 @@ class TrainingLoop:
         router = self._router_loss(self.generation, step)
         # The loss of routers has a gradient that does not go through scores.
         learned = [] if router is not None else self._learned(self.generation, step)
-        self._prove_backward(lambda version: self.model_gradient.begin(self.policy(), prepared, learned, version))
+        self._prove_backward(lambda version: self._begin_backward(prepared, learned, version))
         proofs = StepProofs(generation.expected, self._sampled, again, self.model_gradient.part)
         self._step = OptimizerStep(self.objective, self.clock, self.ranks, proofs, router)
         self._policy_changed = policy_changed
@@ -281,13 +284,18 @@ class TrainingLoop:
         """The sequences with a gradient, in the micro-batches of a step on this rank."""
         return [[s for s in batch if self.objective.has_gradient(s)] for batch in self._own_batches(generation, step)]
 
+    def _begin_backward(
+        self, sequences: Sequence[TrainingSequence], learned: Sequence[Sequence[TrainingSequence]], version: int
+    ) -> Checked:
+        self.hooks.check()
+        return self.model_gradient.begin(self.policy(), sequences, learned, version)
+
     def _prove_backward(self, check: Callable[[int], Checked]) -> None:
         """Check the model's backward on every rank, log what was found, and write into the receipt what could not be proven."""
         version = self.state().global_step
         with self.clock.phase("verify"):
             found = self.ranks.share("model gradient", lambda: check(version))
-        for figures, _ in found[:1]:
-            self.log.note(figures)
+        self.log.note(found[0][0])
         for why in sorted({why for _, why in found if why}):
             self.source.note_unproven(version + 1, "model_gradient", why)
 
@@ -309,7 +317,7 @@ class TrainingLoop:
                 tokens = sum(s.length for s in generation.step(step, self._batches_per_step))
                 check_count(total.difference, tokens, generation.version)
 
-        total = self._step.finish(prove, self.trained_parameters())
+        total = self._step.finish(prove, self.trained_parameters(), self.hooks.check)
         if self.update_proof is not None:
             sequences = generation.step(step, self._batches_per_step)
             with self.clock.phase("verify"):
@@ -397,6 +405,7 @@ class TrainingLoop:
         """Forget what an earlier call of `train` left."""
         self.generation = None
         self.model_gradient.forget()
+        self.hooks.note()
         self.source.asked_again.forget()
         if self.state().global_step == 0:
             self.order.forget()

@@ -294,24 +294,31 @@ class OptimizerStep:
             for s, part in zip(sequences, cut(logps.float().cpu().numpy(), [s.length for s in sequences]), strict=True)
         }
 
-    def finish(self, prove: Callable[[UpdateSums], None], trained: Sequence[torch.nn.Parameter]) -> UpdateSums:
+    def finish(
+        self,
+        prove: Callable[[UpdateSums], None],
+        trained: Sequence[torch.nn.Parameter],
+        check: Callable[[], None] = lambda: None,
+    ) -> UpdateSums:
         """Do everything between the last backward and the optimizer. Every rank must call this.
 
         Args:
             prove: raises if the step's sums fail a proof. It runs on the rank that holds the engine.
             trained: the trained parameters. Their gradients become those of the whole step.
+            check: raises if something is wrong on this rank.
 
         Returns:
             The sums over all ranks.
 
         Raises:
-            ProofError: as raised by `prove`.
+            ProofError: as raised by `prove`, or by `check` on any rank.
             LockstepError: a rank could not learn from its part.
         """
 
         def offer() -> dict[str, Any]:
             if self._failure is not None:
                 raise self._failure
+            check()
             return self._sums.data()
 
         def work(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

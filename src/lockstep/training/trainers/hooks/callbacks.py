@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
@@ -37,4 +38,20 @@ def add_callbacks(trainer: OnlineTrainer, began: float) -> RunFiles:
             trainer.remove_callback(printer)
         if not in_notebook():
             trainer.add_callback(LogLines())
+    take_hooks_of_callbacks(trainer)
     return files
+
+
+def take_hooks_of_callbacks(trainer: OnlineTrainer) -> None:
+    """Let callbacks that are neither Lockstep's nor the base class's own change hooks, forwards and attention functions."""
+    handler, own = trainer.callback_handler, ("lockstep.", "transformers.trainer_callback", "transformers.utils.notebook")
+    call = handler.call_event
+
+    def call_event(event: str, *given: Any, **named: Any) -> Any:
+        if all(type(callback).__module__.startswith(own) for callback in handler.callbacks):
+            return call(event, *given, **named)
+        # The constructor of the base class calls an event before there is a loop.
+        with trainer.loop.hooks.taking() if hasattr(trainer, "loop") else nullcontext():
+            return call(event, *given, **named)
+
+    handler.call_event = call_event

@@ -103,10 +103,12 @@ class StepHooks(Trainer):
         self.loop.update_proof = update_proof(self)
         self._freeze()
         self.source.start(Path(self.args.output_dir or "."), self.state.global_step, self.inputs)
+        self._note_hooks(self.state.global_step)
         self.clock.take()
 
     def before_update(self) -> None:
         """Prove the gradients and the learning rate, just before the optimizer changes the weights."""
+        self._note_hooks(self.state.global_step + 1)
         self.loop.before_update()
 
     def after_update(self) -> None:
@@ -128,6 +130,12 @@ class StepHooks(Trainer):
         if used_up and self.ranks.owner:
             _logger.info(f"training ends at step {self.state.global_step}: too few prompts are left unsolved")
         return not used_up
+
+    def _note_hooks(self, step: int) -> None:
+        """Write into receipt and log which hooks and functions of the user's were taken."""
+        if (taken := self.loop.hooks.news()) and self.ranks.owner:
+            self.source.proofs.note_taken(step, taken)
+            _logger.warning(f"in the way of the model's forward and backward since step {step}: {'; '.join(taken[:5])}")
 
     def _freeze(self) -> None:
         """Note the weights that must stay as they are: those of the reference, and those under an adapter."""
