@@ -956,8 +956,8 @@ MUTATIONS = [
     Mutation(
         "a float64 forward with the weights as they are",
         "parity/backward/in_float64.py",
-        "return wide if move is None else move.add_to(wide)",
-        "return wide",
+        "return move.add_to(value.to(dtype, memory_format=torch.contiguous_format, copy=True))",
+        "return value.to(dtype)",
         f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
     ),
     Mutation(
@@ -1044,8 +1044,8 @@ MUTATIONS = [
     Mutation(
         "a wrong gradient that passes for a coarse forward",
         "parity/backward/finite_differences.py",
-        "<= 0.25 * first.apart:",
-        "<= 0.0:",
+        "<= 0.25 * first.apart)",
+        "<= 0.0)",
         f"{BACKWARD}::test_the_part_of_the_model_is_named",
     ),
     Mutation(

@@ -125,6 +125,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.parity.receipt import Receipt
     from lockstep.parity.sampling.draws import DrawEvidence
     from lockstep.parity.sampling.ends import Ends
+    from lockstep.parity.backward.hooks import HeldHooks
     from lockstep.parity.sampling.independent_samples import Seeds
     from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats
     from lockstep.parity.step.accumulation import AccumulationProof
@@ -139,6 +140,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.training.forward.draw_sums import DrawSums
     from lockstep.training.generate.proofs.asked_again import AskedAgain
     from lockstep.training.step.drawn_rows import DrawnRows
+    from lockstep.training.step.checked_part import CheckedPart
     from lockstep.training.step.loss_gradient import LossGradient
     from lockstep.training.step.model_gradient import ModelGradient
     from lockstep.training.step.step_proofs import StepProofs
@@ -169,7 +171,9 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("learned", StepProofs, ("check_part", "check_tokens")),
         ("forward", StepProofs, ("check_forward",)),
         ("loss_gradient", LossGradient, ("watch", "check")),
-        ("model_gradient", ModelGradient, ("check",)),
+        ("model_gradient", ModelGradient, ("begin", "finish")),
+        ("model_gradient", CheckedPart, ("watch",)),
+        ("hooks", HeldHooks, ("check",)),
         ("settings", DrawnRows, ("add", "check")),
         ("settings", SettingsProof, ("check_request", "check_completion", "check_reward")),
         ("accumulation", AccumulationProof, ("__init__", "added", "check")),

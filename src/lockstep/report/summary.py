@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 Line = dict[str, Any]
@@ -25,6 +26,7 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
         for name in (steps[0] if steps else {})
         if name.startswith("time/") and name != "time/step"
     }
+    unproven = [line for line in receipt if line["kind"] == "unproven"]
     receipt = [line for line in receipt if line["kind"] == "step"]
     tokens = sum(line["sampled_tokens"] for line in receipt)
     seconds = sum(line["time/step"] for line in steps)
@@ -35,6 +37,7 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
         "tokens_per_s": round(tokens / seconds, 1) if seconds else 0.0,
         "time": {name: round(value, 2) for name, value in time.items()},
         "parity": _parity(receipt),
+        **({"unproven": dict(Counter(line["proof"] for line in unproven))} if unproven else {}),
     }
 
 
@@ -111,6 +114,8 @@ def summary_lines(summary: Line) -> list[str]:
         f"{parity['mean_abs_gap']:.1e}, max {parity['max_abs_gap']:.1e}, k3 {parity['k3']:.1e}; worst module "
         f"{parity['worst_module_error']:.1e}"
     )
+    for proof, count in summary.get("unproven", {}).items():
+        lines.append(f"not proven       {proof}: {count} checks that were due could not be made; the receipt says why")
     shares = "  ".join(f"{name} {seconds:.0f}s" for name, seconds in summary["time"].items())
     lines.append(f"time             {summary['steps']} steps, {summary['wall_s']:.0f} s in all: {shares}")
     return lines

@@ -18,7 +18,7 @@ from lockstep.definitions.schedules import rate_factor
 from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.parity.step import update
-from lockstep.training.step.model_gradient import ModelGradient
+from lockstep.training.step.model_gradient import Checked, ModelGradient
 
 SEVERAL = {"gradient_accumulation_steps": 2, "warmup_steps": 2}
 
@@ -197,7 +197,7 @@ def test_a_tensor_whose_gradient_is_cut_off_is_named(
     layer = run.model.model.layers[0].self_attn.k_proj
     layer.register_forward_hook(lambda module, given, keys: keys.detach())
     # Without the proof of the backward, which finds it before the first step.
-    monkeypatch.setattr(ModelGradient, "check", lambda *given: {})
+    monkeypatch.setattr(ModelGradient, "begin", lambda *given: Checked({}))
     with pytest.raises(ProofError, match=r"k_proj\.weight is trained and had no gradient in 3 steps"):
         run.train()
 

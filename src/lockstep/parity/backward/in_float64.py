@@ -6,7 +6,7 @@ exist at a time, and the live weights stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class Widened(TorchDispatchMode):
         super().__init__()
         self._moves, self._dtype = moves, dtype
         self._narrow = _FLOATS[_FLOATS.index(dtype) + 1 :]
-        self._convolutions = _WidenedConvolutions(self._wide)
+        self._convolutions = _WidenedConvolutions(self._narrow, dtype)
 
     def __enter__(self) -> Widened:
         self._convolutions.__enter__()
@@ -125,11 +125,14 @@ class Widened(TorchDispatchMode):
 
 
 class _WidenedConvolutions(TorchFunctionMode):
-    """A context in which convolutions get arguments of one dtype, before PyTorch compares them."""
+    """A context in which convolutions get arguments of one dtype, before PyTorch compares them. `Widened` moves them."""
 
-    def __init__(self, widen: Callable[[Any], Any]) -> None:
+    def __init__(self, narrow: Sequence[torch.dtype], dtype: torch.dtype) -> None:
         super().__init__()
-        self._widen = widen
+        self._narrow, self._dtype = narrow, dtype
+
+    def _widen(self, value: Any) -> Any:
+        return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.dtype in self._narrow else value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

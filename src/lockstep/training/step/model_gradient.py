@@ -43,8 +43,8 @@ _logger = logging.getLogger(__name__)
 EVERY = 10
 # The part of a limit over which a comparison in float32 is made again in float64.
 _SUSPECT = 0.25
-# Limit for a part's gradient where rounding may send a token to another expert.
-_EXPERTS_LIMIT = 0.8
+# Limit for the gradient of one part in half precision. A gradient that is lost, doubled or reversed is 1 to 2 sizes away.
+_HALF_LIMIT = 0.8
 # Completions of a drawn sum, and ids of each: the end of its prompt, and the beginning of the completion.
 _COMPLETIONS, _PROMPT, _IDS = 2, 32, 12
 # Drawn sums, if the gradient of the first one in half precision is over the limit.
@@ -144,8 +144,8 @@ class ModelGradient:
             checked = self._sum_checked(policy, sequences, named, step)
         if found is None:
             return checked
-        if limit > gradient_limit(torch.float32) and any(".experts." in name for name in named):
-            limit = _EXPERTS_LIMIT
+        if self._config.precision.dtype_of(policy.model) not in (torch.float32, torch.float64):
+            limit = _HALF_LIMIT
         error = self._computed(lambda: check_added(added, drawn, limit))
         if error is None:
             return Checked(checked.figures, self._unproven)
