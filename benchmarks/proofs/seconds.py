@@ -122,10 +122,10 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.training.loop as loop
     import lockstep.training.step.generation as generation
     import lockstep.training.step.update_sums as update_sums
+    from lockstep.parity.backward.hooks import HeldHooks
     from lockstep.parity.receipt import Receipt
     from lockstep.parity.sampling.draws import DrawEvidence
     from lockstep.parity.sampling.ends import Ends
-    from lockstep.parity.backward.hooks import HeldHooks
     from lockstep.parity.sampling.independent_samples import Seeds
     from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats
     from lockstep.parity.step.accumulation import AccumulationProof
@@ -139,8 +139,8 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.rollouts.record import Record
     from lockstep.training.forward.draw_sums import DrawSums
     from lockstep.training.generate.proofs.asked_again import AskedAgain
-    from lockstep.training.step.drawn_rows import DrawnRows
     from lockstep.training.step.checked_part import CheckedPart
+    from lockstep.training.step.drawn_rows import DrawnRows
     from lockstep.training.step.loss_gradient import LossGradient
     from lockstep.training.step.model_gradient import ModelGradient
     from lockstep.training.step.step_proofs import StepProofs

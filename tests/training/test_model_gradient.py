@@ -237,7 +237,9 @@ def test_a_forward_that_is_too_coarse_is_said_and_no_error(
 ) -> None:
     draws = np.random.default_rng(0)
     real = differences.Drawn.total
-    with patch.object(differences.Drawn, "total", lambda self, moves, *dtype: real(self, moves, *dtype) + 1e-3 * draws.normal()):
+    with patch.object(
+        differences.Drawn, "total", lambda self, moves, *dtype: real(self, moves, *dtype) + 1e-3 * draws.normal()
+    ):
         assert checked(policy_of(model), tmp_path) is None
     assert "not proven at this step: finite differences" in capsys.readouterr().out
 

@@ -16,7 +16,7 @@ groups, and each rank learns from its own micro-batches.
 | score  | `rollout`           | `rollouts/scores/rewards.py`: reward functions, on each rank its share |
 | prove  | `_next_generation`  | `rows.py` and `asked_again.py` in `training/generate/proofs/`: rows, texts and scores |
 | prepare| `_next_generation`  | `training/step/generation.py`: advantages, weights, micro-batches |
-| prove  | `_begin_step`, `_finish_step` | `training/step/model_gradient.py`: the model's own backward, at the first and every tenth step |
+| prove  | `_begin_step`, `_finish_step` | `training/step/model_gradient.py`: the model's own backward, at every tenth step |
 | learn  | `micro_step`        | `training/step/update.py`: forward, loss and backward of one micro-batch |
 | prove  | `micro_step`        | `training/step/step_proofs.py`: what enters the loss, and what flows back from it |
 | prove  | `_finish_step`      | `parity/logprobs/gap.py`, through `training/generate/proofs/proofs.py` |

@@ -234,8 +234,8 @@ def check_added(added: Added, drawn: Drawn, limit: float) -> float | None:
     raise ProofError(
         "model_gradient",
         f"what {drawn.completions[0].key} adds to the gradients of this step gives a slope of {first.found[0]:.6g} along a drawn "
-        f"direction; a plain forward in float64 with moved weights gives {first.due[0]:.6g} ({first.error:.2g} of its size, at most "
-        f"{limit:g}); seen from the output, the first wrong part is {_first_wrong(added, drawn, step, limit)}",
+        f"direction; a plain forward in float64 with moved weights gives {first.due[0]:.6g} ({first.error:.2g} of its size, at "
+        f"most {limit:g}); seen from the output, the first wrong part is {_first_wrong(added, drawn, step, limit)}",
         _CAUSE,
         _FIX,
     )

@@ -1,7 +1,7 @@
 """Proof that nothing new stands in the way of the model's forward and backward: hooks, forwards and attention functions.
 
-`training/loop.py` notes them when training begins and compares at every step. What stands there at the beginning, and what a callback
-of the user's changes, is taken and noted. The hooks of Lockstep and of the libraries that a trainer is made of are left out.
+`training/loop.py` notes them when training begins and compares at every step. What stands there at the beginning, and what a
+callback of the user's changes, is taken and noted. The hooks of Lockstep and of a trainer's libraries are left out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def standing(trained: Sequence[torch.nn.Module], backward: Callable[..., Any]) -
         trained: the modules that the optimizer changes.
         backward: the function by which the trainer runs a backward.
     """
-    found: Standing = {"backward of the trainer": (_function(backward),), "torch.Tensor.backward": (torch.Tensor.backward,)}
+    found: Standing = {
+        "backward of the trainer": (_function(backward),),
+        "torch.Tensor.backward": (torch.Tensor.backward,),
+    }
     for hooks, title in _OF_MODULES.items():
         found[f"global {title} of modules"] = tuple(getattr(modules, f"_global{hooks}").values())
     for name, function in ALL_ATTENTION_FUNCTIONS.items():
@@ -47,7 +50,9 @@ def standing(trained: Sequence[torch.nn.Module], backward: Callable[..., Any]) -
     for root in trained:
         for name, module in root.named_modules():
             own = vars(module)
-            found[f"forward of {name or type(module).__name__}"] = (_function(own.get("forward", type(module).forward)),)
+            found[f"forward of {name or type(module).__name__}"] = (
+                _function(own.get("forward", type(module).forward)),
+            )
             for hooks, title in _OF_MODULES.items():
                 if own[hooks]:
                     found[f"{title} of {name or type(module).__name__}"] = tuple(own[hooks].values())
@@ -147,7 +152,9 @@ def _function(one: Any) -> Any:
 
 
 def _module_of(function: Any) -> str:
-    return getattr(function, "__module__", None) or ("torch" if "torch" in repr(function) else type(function).__module__)
+    return getattr(function, "__module__", None) or (
+        "torch" if "torch" in repr(function) else type(function).__module__
+    )
 
 
 def _is_of_a_library(one: Any) -> bool:
@@ -158,7 +165,10 @@ def _is_of_a_library(one: Any) -> bool:
 
 
 def _among(one: Any, others: Sequence[Any]) -> bool:
-    return any(one is other or _function(one) is _function(other) or (isinstance(one, str) and one == other) for other in others)
+    return any(
+        one is other or _function(one) is _function(other) or (isinstance(one, str) and one == other)
+        for other in others
+    )
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -127,9 +127,14 @@ def proofs_section(run: RunRecord) -> str:
 def _notes(run: RunRecord) -> str:
     """Checks that could not be made, and what of the user's stands in the way of the model's backward."""
     why = Counter((line["proof"], line["why"]) for line in run.unproven)
-    notes = [f"<code>{proof}</code> was due and not made {count} times: {html.escape(said)}" for (proof, said), count in why.items()]
+    notes = [
+        f"<code>{proof}</code> was due and not made {count} times: {html.escape(said)}"
+        for (proof, said), count in why.items()
+    ]
     if run.taken:
-        notes.append(f"Of your own, in the model's forward and backward: {html.escape('; '.join(dict.fromkeys(run.taken)))}")
+        notes.append(
+            f"Of your own, in the model's forward and backward: {html.escape('; '.join(dict.fromkeys(run.taken)))}"
+        )
     return "".join(f"<p class='said'>{note}.</p>" for note in notes)
 
 

@@ -90,9 +90,7 @@ def _keep(flow: torch.Tensor, gradient: torch.Tensor) -> None:
     flow += gradient.detach().cpu()
 
 
-def draw_part(
-    batches: Sequence[Sequence[TrainingSequence]], draws: np.random.Generator
-) -> list[TrainingSequence]:
+def draw_part(batches: Sequence[Sequence[TrainingSequence]], draws: np.random.Generator) -> list[TrainingSequence]:
     """The shortest of some drawn units of a step's sequences with a gradient; empty if there is none without pictures."""
     units = [unit for batch in batches for unit in units_of(batch) if all(s.pictures is None for s in unit)]
     if not units:

@@ -65,6 +65,9 @@ class ModelGradient:
         trained: gives the modules that the optimizer changes.
         entropies: whether the method's loss has a gradient through entropies.
         rank: of this process; ranks draw other completions.
+
+    Attributes:
+        part: the part of the current step whose gradient is checked; None: none is.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class ModelGradient:
     ) -> None:
         self._trained, self._config, self._rank, self._entropies = trained, config, rank, entropies
         self._told: set[str] = set()
+        self.part: CheckedPart | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -103,7 +107,7 @@ class ModelGradient:
         Raises:
             ProofError: the backward gives another gradient than finite differences of a plain forward.
         """
-        self.part: CheckedPart | None = None
+        self.part = None
         due = self.is_due(step)
         if not sequences or not (self._is_first or due):
             return Checked({})
@@ -188,16 +192,12 @@ class ModelGradient:
         if autocast is None or policy.model.dtype != torch.float32:
             with self._gradients(policy, chosen, factors, named):
                 return self._computed(
-                    lambda: check_model_gradient(
-                        drawn, named, seed, gradient_limit(precision.dtype_of(policy.model))
-                    )
+                    lambda: check_model_gradient(drawn, named, seed, gradient_limit(precision.dtype_of(policy.model)))
                 )
         # Without autocast the limit is narrow. Then the gradient with autocast is compared with the gradient without it.
         exactly = replace(policy, autocast=nullcontext)
         with self._gradients(exactly, chosen, factors, named):
-            error = self._computed(
-                lambda: check_model_gradient(drawn, named, seed, gradient_limit(torch.float32))
-            )
+            error = self._computed(lambda: check_model_gradient(drawn, named, seed, gradient_limit(torch.float32)))
             exact = Directions(named, seed)
         if any(".experts." in name for name in named):
             # Rounding may send a token to another expert, which then gets its gradient.
@@ -240,9 +240,7 @@ class ModelGradient:
         except Exception as trouble:
             if not refuses_a_dtype(trouble):
                 raise
-            self._unproven = self._say(
-                f"a forward in float64 fails ({type(trouble).__name__}: {str(trouble)[:200]})"
-            )
+            self._unproven = self._say(f"a forward in float64 fails ({type(trouble).__name__}: {str(trouble)[:200]})")
             return None
         if found is None:
             self._unproven = self._say("finite differences of its forward depend on the step")

@@ -142,6 +142,8 @@ FAULTS = (
     _fault("B3", "half of the gradient of attention", _attention_halved, _needs("o_proj")),
     _fault("B4", "no gradient in the weights of one layer", _layer_zeroed, lambda stage: ""),
     Fault("B5", "a hook reverses all gradients, from a later step on", _parameters_reversed),
-    Fault("B6", "the gradient of all layers is reversed, from a later step on", partial(_taken, inject=_trunk_reversed)),
+    Fault(
+        "B6", "the gradient of all layers is reversed, from a later step on", partial(_taken, inject=_trunk_reversed)
+    ),
     Fault("B7", "a backward reverses .grad, from a later step on", partial(_taken, inject=_gradients_reversed)),
 )

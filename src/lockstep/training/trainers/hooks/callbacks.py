@@ -44,7 +44,10 @@ def add_callbacks(trainer: OnlineTrainer, began: float) -> RunFiles:
 
 def take_hooks_of_callbacks(trainer: OnlineTrainer) -> None:
     """Let callbacks that are neither Lockstep's nor the base class's own change hooks, forwards and attention functions."""
-    handler, own = trainer.callback_handler, ("lockstep.", "transformers.trainer_callback", "transformers.utils.notebook")
+    handler, own = (
+        trainer.callback_handler,
+        ("lockstep.", "transformers.trainer_callback", "transformers.utils.notebook"),
+    )
     call = handler.call_event
 
     def call_event(event: str, *given: Any, **named: Any) -> Any:
