@@ -18,6 +18,7 @@ from lockstep.definitions.schedules import rate_factor
 from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.parity.step import update
+from lockstep.parity.step.accumulation import AccumulationProof
 from lockstep.training.step.model_gradient import Checked, ModelGradient
 
 SEVERAL = {"gradient_accumulation_steps": 2, "warmup_steps": 2}
@@ -219,6 +220,16 @@ def test_a_learning_rate_that_is_not_the_configs_is_refused_at_the_start(
         pytest.raises(ProofError, match=r"a learning rate of 0\.1 for .*; the config gives 0\.01"),
     ):
         run.train()
+
+
+def test_the_gradient_of_every_tensor_is_compared_within_ten_steps() -> None:
+    named = {f"tensor {i}": torch.nn.Parameter(torch.zeros(2)) for i in range(700)}
+    seen: set[str] = set()
+    for step in range(5, 15):
+        proof = AccumulationProof(named, seed=3, step=step)
+        seen |= set(proof._names)
+        proof.end()
+    assert seen == set(named)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
