@@ -356,7 +356,7 @@ def reversed_on_one_rank(by: str) -> Callable[[int, str, Path], Any]:
             run.loop.micro_step = micro_step
         try:
             run.train()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the error is the result
             return {"raised": type(error).__name__, "message": str(error), "step": run.state.global_step}
         return {}
 
