@@ -122,6 +122,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.training.loop as loop
     import lockstep.training.step.generation as generation
     import lockstep.training.step.update_sums as update_sums
+    from lockstep.parity.backward.finite_differences import Added
     from lockstep.parity.backward.hooks import HeldHooks
     from lockstep.parity.receipt import Receipt
     from lockstep.parity.sampling.draws import DrawEvidence
@@ -139,7 +140,6 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.rollouts.record import Record
     from lockstep.training.forward.draw_sums import DrawSums
     from lockstep.training.generate.proofs.asked_again import AskedAgain
-    from lockstep.training.step.checked_part import CheckedPart
     from lockstep.training.step.drawn_rows import DrawnRows
     from lockstep.training.step.loss_gradient import LossGradient
     from lockstep.training.step.model_gradient import ModelGradient
@@ -172,7 +172,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("forward", StepProofs, ("check_forward",)),
         ("loss_gradient", LossGradient, ("watch", "check")),
         ("model_gradient", ModelGradient, ("begin", "finish")),
-        ("model_gradient", CheckedPart, ("watch",)),
+        ("model_gradient", Added, ("__init__", "read")),
         ("hooks", HeldHooks, ("check",)),
         ("settings", DrawnRows, ("add", "check")),
         ("settings", SettingsProof, ("check_request", "check_completion", "check_reward")),

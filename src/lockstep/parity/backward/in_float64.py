@@ -6,7 +6,8 @@ exist at a time, and the live weights stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,16 +65,33 @@ class Widened(TorchDispatchMode):
         super().__init__()
         self._moves, self._dtype = moves, dtype
         self._narrow = _FLOATS[_FLOATS.index(dtype) + 1 :]
-        self._convolutions = _WidenedConvolutions(self._narrow, dtype)
+        self._functions, self._unmoved = _Functions(self), 0
 
     def __enter__(self) -> Widened:
-        self._convolutions.__enter__()
+        self._functions.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._convolutions.__exit__(*error)
+        self._functions.__exit__(*error)
+
+    def move_of(self, value: torch.Tensor) -> Move | None:
+        """How a tensor is changed; None: it stays as it is."""
+        return None if id(value) == self._unmoved else self._moves.get(id(value))
+
+    @contextmanager
+    def unmoved(self, value: torch.Tensor) -> Iterator[None]:
+        """A context in which one tensor is not changed."""
+        self._unmoved = id(value)
+        try:
+            yield
+        finally:
+            self._unmoved = 0
+
+    def widen(self, value: Any) -> Any:
+        """A tensor in the wider dtype. A tensor that has it already is changed only by the operation that reads it."""
+        return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.dtype in self._narrow else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -93,7 +111,7 @@ class Widened(TorchDispatchMode):
     def _wide(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        move = self._moves.get(id(value))
+        move = self.move_of(value)
         if move is not None:
             dtype = torch.promote_types(value.dtype, self._dtype)
             return move.add_to(value.to(dtype, memory_format=torch.contiguous_format, copy=True))
@@ -103,7 +121,7 @@ class Widened(TorchDispatchMode):
         """An embedding reads a few rows. The whole matrix need not be wide."""
         found = func(weight, ids, *rest, **more)
         found = found.to(torch.promote_types(found.dtype, self._dtype))
-        move = self._moves.get(id(weight))
+        move = self.move_of(weight)
         return found if move is None else found + move.of_rows(ids).to(found.dtype)
 
     def _as_written(self, func: Any, args: Any) -> list[Any]:
@@ -124,21 +142,34 @@ class Widened(TorchDispatchMode):
         return [value if is_written else _each(read, value) for value, is_written in zip(args, written, strict=True)]
 
 
-class _WidenedConvolutions(TorchFunctionMode):
-    """A context in which convolutions get arguments of one dtype, before PyTorch compares them. `Widened` moves them."""
+class _Functions(TorchFunctionMode):
+    """A context for functions whose arguments are changed before a dispatch mode sees them.
 
-    def __init__(self, narrow: Sequence[torch.dtype], dtype: torch.dtype) -> None:
+    Convolutions get arguments of one dtype, before PyTorch compares them. The product with a moved matrix is that with the matrix,
+    plus that with the move, which is an outer product. So the matrix is not copied.
+    """
+
+    def __init__(self, widened: Widened) -> None:
         super().__init__()
-        self._narrow, self._dtype = narrow, dtype
-
-    def _widen(self, value: Any) -> Any:
-        return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.dtype in self._narrow else value
+        self._widened = widened
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.nn.functional.linear and len(args) >= 2:
+            return self._linear(func, *args, **kwargs)
         if func in _CONVOLUTIONS:
-            args, kwargs = [self._widen(a) for a in args], {name: self._widen(a) for name, a in kwargs.items()}
+            widen = self._widened.widen
+            args, kwargs = [widen(a) for a in args], {name: widen(a) for name, a in kwargs.items()}
         return func(*args, **kwargs)
+
+    def _linear(self, func: Any, rows: torch.Tensor, weight: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        move = self._widened.move_of(weight)
+        if move is None or move.columns is None:
+            return func(rows, weight, *rest, **more)
+        with self._widened.unmoved(weight):
+            found = func(rows, weight, *rest, **more)
+        along = self._widened.widen(rows) @ move.columns.to(found.dtype)
+        return found + along.unsqueeze(-1) * (move.size * move.rows).to(found.dtype)
 
 
 def _each(change: Callable[[Any], Any], value: Any) -> Any:
