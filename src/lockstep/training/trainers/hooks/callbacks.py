@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from lockstep.report.log_lines import LogLines
@@ -43,18 +42,21 @@ def add_callbacks(trainer: OnlineTrainer, began: float) -> RunFiles:
 
 
 def take_hooks_of_callbacks(trainer: OnlineTrainer) -> None:
-    """Let callbacks that are neither Lockstep's nor the base class's own change hooks, forwards and attention functions."""
-    handler, own = (
-        trainer.callback_handler,
-        ("lockstep.", "transformers.trainer_callback", "transformers.utils.notebook"),
-    )
+    """Let the user's callbacks change hooks, forwards and attention functions; at the start also those of trackers."""
+    handler = trainer.callback_handler
     call = handler.call_event
 
+    def changes(callback: Any, event: str) -> bool:
+        kind = type(callback)
+        own = ("lockstep.",) if event == "on_train_begin" else ("lockstep.", "transformers.")
+        inherits = getattr(kind, event, None) is getattr(TrainerCallback, event, None) and event not in vars(callback)
+        return not kind.__module__.startswith(own) and not inherits
+
     def call_event(event: str, *given: Any, **named: Any) -> Any:
-        if all(type(callback).__module__.startswith(own) for callback in handler.callbacks):
-            return call(event, *given, **named)
         # The constructor of the base class calls an event before there is a loop.
-        with trainer.loop.hooks.taking() if hasattr(trainer, "loop") else nullcontext():
+        if not hasattr(trainer, "loop") or not any(changes(callback, event) for callback in handler.callbacks):
+            return call(event, *given, **named)
+        with trainer.loop.hooks.taking():
             return call(event, *given, **named)
 
     handler.call_event = call_event
