@@ -1052,7 +1052,7 @@ MUTATIONS = [
     Mutation(
         "a part's gradient is taken for right",
         "training/step/model_gradient.py",
-        "if distance is not None and distance <= _SUSPECT * limit:",
+        "if distance is not None and distance <= _DOUBT * limit * min(1.0, math.sqrt(_TENSORS / len(named))):",
         "if distance is not None:",
         f"{PARTS}::test_a_gradient_that_turns_wrong_later_stops_the_run_before_the_optimizer_uses_it_for_ten_steps",
     ),

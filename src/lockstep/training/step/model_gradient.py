@@ -2,7 +2,7 @@
 
 `training/loop.py` calls it. At the first step of a run or a resume, a drawn sum of scores goes through the model before the step's
 first forward, and is compared in float64. At every tenth step, a drawn part of the step itself is compared: what its backward adds
-to `.grad`, through all hooks, before gradients are clipped. That is compared in float32, and where it is over a quarter of its
+to `.grad`, through all hooks, before gradients are clipped. That is compared in float32, and where it is over a part of its
 limit, the comparisons in float64 decide. Neither weights nor random numbers nor gradients are changed.
 """
 
@@ -41,8 +41,9 @@ _logger = logging.getLogger(__name__)
 
 # A part of the step itself is checked at one step in so many.
 EVERY = 10
-# The part of a limit over which a comparison in float32 is made again in float64.
-_SUSPECT = 0.25
+# The part of a limit over which a comparison in float32 is made again in float64, for a model of so many tensors. The share of one
+# layer in a slope falls with their number, and rounding falls with its root.
+_DOUBT, _TENSORS = 0.125, 20
 # Limit for the gradient of one part in half precision. A gradient that is lost, doubled or reversed is 1 to 2 sizes away.
 _HALF_LIMIT = 0.8
 # Completions of a drawn sum, and ids of each: the end of its prompt, and the beginning of the completion.
@@ -141,7 +142,7 @@ class ModelGradient:
         if found is not None:
             added, drawn = found
             distance = self._computed(lambda: added.distance(drawn))
-            if distance is not None and distance <= _SUSPECT * limit:
+            if distance is not None and distance <= _DOUBT * limit * min(1.0, math.sqrt(_TENSORS / len(named))):
                 return Checked({"checked/step_gradient_error": distance})
         # In doubt, and where the part has no gradient at all, a drawn sum goes through the model as at the first step.
         with _set_aside(named):
