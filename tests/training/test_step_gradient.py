@@ -83,7 +83,8 @@ def attention_reversed(run: OnlineTrainer) -> None:
 def forward_replaced(run: OnlineTrainer) -> None:
     layer = _model(run).model.layers[1].mlp
     real = layer.forward
-    layer.forward = lambda given: _Reversed.apply(real(given))  # type: ignore[method-assign]
+    # A wrapper that takes over the name and the module of what it wraps.
+    layer.forward = functools.wraps(real)(lambda given: _Reversed.apply(real(given)))  # type: ignore[method-assign]
 
 
 def backward_replaced(run: OnlineTrainer) -> None:

@@ -140,7 +140,8 @@ def name_of(one: Any) -> str:
     if isinstance(one, str):
         return repr(one)
     function = _function(one)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
+    code = getattr(function, "__code__", None)
+    name = getattr(code, "co_qualname", None) or getattr(function, "__qualname__", type(function).__qualname__)
     return f"{_module_of(function)}.{name}"
 
 
@@ -152,6 +153,9 @@ def _function(one: Any) -> Any:
 
 
 def _module_of(function: Any) -> str:
+    """The module whose code runs. `functools.wraps` gives a function the name of another one's module, and not its globals."""
+    if (own := getattr(function, "__globals__", None)) is not None:
+        return str(own.get("__name__", ""))
     return getattr(function, "__module__", None) or (
         "torch" if "torch" in repr(function) else type(function).__module__
     )
