@@ -58,6 +58,7 @@ BETS = ("parity/sampling/bets.py", "tests/parity/test_draws.py::test_a_bet_pays_
 DRAWS = ("parity/sampling/draws.py", "tests/parity/test_draws.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
 BACKWARD = "tests/training/test_model_gradient.py"
+PARTS = "tests/training/test_step_gradient.py"
 CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"
 ASKED_AGAIN = ("training/generate/proofs/asked_again.py", "tests/training/test_asked_again.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
@@ -965,8 +966,8 @@ MUTATIONS = [
     Mutation(
         "a float64 forward with the weights as they are",
         "parity/backward/in_float64.py",
-        "return wide if move is None else move.add_to(wide)",
-        "return wide",
+        "return move.add_to(value.to(dtype, memory_format=torch.contiguous_format, copy=True))",
+        "return value.to(dtype)",
         f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
     ),
     Mutation(
@@ -1053,9 +1054,79 @@ MUTATIONS = [
     Mutation(
         "a wrong gradient that passes for a coarse forward",
         "parity/backward/finite_differences.py",
-        "<= 0.25 * first.apart:",
-        "<= 0.0:",
+        "<= 0.25 * first.apart)",
+        "<= 0.0)",
         f"{BACKWARD}::test_the_part_of_the_model_is_named",
+    ),
+    Mutation(
+        "a part's gradient is taken for right",
+        "training/step/model_gradient.py",
+        "if distance is not None and distance <= _DOUBT * limit * min(1.0, math.sqrt(_TENSORS / len(named))):",
+        "if distance is not None:",
+        f"{PARTS}::test_a_gradient_that_turns_wrong_later_stops_the_run_before_the_optimizer_uses_it_for_ten_steps",
+    ),
+    Mutation(
+        "a part of one step in a hundred",
+        "training/step/model_gradient.py",
+        "% EVERY == 0",
+        "% 100 == 0",
+        f"{BACKWARD}::test_the_first_step_is_checked_and_then_every_tenth",
+    ),
+    Mutation(
+        "the part's gradient without the critic's",
+        "training/step/checked_part.py",
+        "for tensor in (scores.logps, scores.entropies, scores.values):",
+        "for tensor in (scores.logps, scores.entropies, None):",
+        f"{PARTS}::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were",
+    ),
+    Mutation(
+        "gradients that were there before the part",
+        "parity/backward/finite_differences.py",
+        "self._along = {n: -self._along_now(n) for n in self.named}",
+        "self._along = {n: 0.0 for n in self.named}",
+        f"{PARTS}::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were",
+    ),
+    Mutation(
+        "gradients of zero pass for gradients that vanish",
+        "parity/backward/finite_differences.py",
+        "if vanishes and np.abs(first.due).max() < _VISIBLE:",
+        "if vanishes:",
+        f"{BACKWARD}::test_gradients_that_are_all_zero_are_no_gradients_that_vanish",
+    ),
+    Mutation(
+        "an error of the device is a warning",
+        "training/step/model_gradient.py",
+        "if not refuses_a_dtype(trouble):",
+        "if False:",
+        f"{BACKWARD}::test_an_error_of_the_device_or_of_this_program_stops",
+    ),
+    Mutation(
+        "a check that was not made is not counted",
+        "training/loop.py",
+        "for why in sorted({why for _, why in found if why}):",
+        "for why in ():",
+        f"{PARTS}::test_a_check_that_cannot_be_made_is_counted_in_the_receipt",
+    ),
+    Mutation(
+        "hooks that appear are taken",
+        "parity/backward/hooks.py",
+        "if not _among(one, known) and not _is_of_a_library(one):",
+        "if False:",
+        f"{PARTS}::test_what_appears_outside_of_a_callback_stops_the_run_at_once_and_is_named",
+    ),
+    Mutation(
+        "what a callback changes is not taken",
+        "parity/backward/hooks.py",
+        "noted[place] = (*(one for one in own if _among(one, new)), *added)",
+        "pass",
+        f"{PARTS}::test_a_hook_of_the_users_is_taken_at_the_beginning_and_in_a_callback_and_noted",
+    ),
+    Mutation(
+        "the same tensors' gradients at every step",
+        "parity/step/accumulation.py",
+        "np.roll(order, -step * size)",
+        "order",
+        "tests/parity/step/test_update.py::test_the_gradient_of_every_tensor_is_compared_within_ten_steps",
     ),
     Mutation(
         "the gradient under autocast is not compared",

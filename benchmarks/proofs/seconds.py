@@ -122,6 +122,8 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.training.loop as loop
     import lockstep.training.step.generation as generation
     import lockstep.training.step.update_sums as update_sums
+    from lockstep.parity.backward.finite_differences import Added
+    from lockstep.parity.backward.hooks import HeldHooks
     from lockstep.parity.receipt import Receipt
     from lockstep.parity.sampling.draws import DrawEvidence
     from lockstep.parity.sampling.ends import Ends
@@ -169,7 +171,9 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("learned", StepProofs, ("check_part", "check_tokens")),
         ("forward", StepProofs, ("check_forward",)),
         ("loss_gradient", LossGradient, ("watch", "check")),
-        ("model_gradient", ModelGradient, ("check",)),
+        ("model_gradient", ModelGradient, ("begin", "finish")),
+        ("model_gradient", Added, ("__init__", "read")),
+        ("hooks", HeldHooks, ("check",)),
         ("settings", DrawnRows, ("add", "check")),
         ("settings", SettingsProof, ("check_request", "check_completion", "check_reward")),
         ("accumulation", AccumulationProof, ("__init__", "added", "check")),

@@ -18,8 +18,7 @@ from lockstep.verify.self_test import FAULTS, Verdict, run_self_test
 from lockstep.verify.stage import Stage
 
 NO_FAULT = Fault("none", "no fault at all", lambda stage: nullcontext())
-# The proofs that may stop each fault. Where there are two, the sampled tokens decide which one comes first, or the clock: the
-# model's own backward is checked (`model_gradient`) when such checks have taken less than a hundredth of the time.
+# The proofs that may stop each fault. Where there are two, the sampled tokens decide which one comes first.
 CAUGHT_BY = {
     "T1": {"echo"},
     "T2": {"echo"},
@@ -115,6 +114,9 @@ CAUGHT_BY = {
     "B2": {"model_gradient"},
     "B3": {"model_gradient"},
     "B4": {"model_gradient"},
+    "B5": {"hooks"},
+    "B6": {"model_gradient"},
+    "B7": {"model_gradient"},
     "U7": {"update"},
     "U8": {"update"},
     "U9": {"accumulation"},

@@ -24,7 +24,7 @@ from lockstep.parity.step.learned import SampledTokens
 from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
-from lockstep.training.step.model_gradient import ModelGradient
+from lockstep.training.step.model_gradient import Checked, ModelGradient
 from lockstep.verify.faults import logprobs, steps, tokens
 from lockstep.verify.faults.seams import loads_instead
 from lockstep.verify.stage import Stage
@@ -256,7 +256,7 @@ def test_a_fault_of_the_packed_forward_is_not_blamed_on_the_engine(stage: Stage)
     (fault,) = [f for f in steps.FAULTS if f.id == "A3"]
     with (
         # Without the proofs that find it earlier.
-        patch.object(ModelGradient, "check", lambda *given: {}),
+        patch.object(ModelGradient, "begin", lambda *given: Checked({})),
         patch.object(SampledTokens, "check", lambda *given: None),
         fault.inject(stage),
         pytest.raises(ProofError) as failed,

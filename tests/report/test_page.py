@@ -287,6 +287,16 @@ def test_a_finished_run_with_unproven_steps_is_not_called_good() -> None:
     assert verdict_of(record(receipt=[START])).kind == "bad"
 
 
+def test_a_page_says_which_checks_were_not_made_and_what_of_the_users_was_taken() -> None:
+    lines = [
+        {"kind": "unproven", "step": 1, "proof": "model_gradient", "why": "a kernel refuses <float64>"},
+        {"kind": "hooks", "step": 0, "taken": ["gradient hook of lm_head.weight: __main__.mine"]},
+    ]
+    text = checked(render_report(record(receipt=[START, *lines, proven(1)]))).text
+    assert "was due and not made 1 times: a kernel refuses <float64>" in text
+    assert "gradient hook of lm_head.weight: __main__.mine" in text
+
+
 def test_hostile_text_stays_text_everywhere() -> None:
     run = record(HOSTILE, end={**FAILED, "found": HOSTILE, "cause": HOSTILE, "fix": HOSTILE, "check": HOSTILE})
     run.metrics[0][f"rewards/{HOSTILE}/mean"] = run.metrics[0]["rewards/other/mean"] = 1.0

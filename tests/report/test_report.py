@@ -99,6 +99,14 @@ def test_the_summary_says_what_of_an_evaluation_was_proven_and_what_was_not_held
     assert "not held out" not in "\n".join(summary_lines(clean))
 
 
+def test_the_summary_counts_the_checks_that_could_not_be_made() -> None:
+    line_of = {"kind": "unproven", "step": 1, "proof": "model_gradient", "why": "a kernel refuses float64"}
+    summary = summarise([line(1)], [*RECEIPT, line_of, {**line_of, "step": 11}], None, None, 1.0)
+    assert summary["unproven"] == {"model_gradient": 2}
+    assert "model_gradient: 2 checks that were due could not be made" in "\n".join(summary_lines(summary))
+    assert "unproven" not in summarise([line(1)], RECEIPT, None, None, 1.0)
+
+
 def test_a_run_without_evaluation_has_a_summary_too() -> None:
     summary = summarise([line(1)], RECEIPT[:2], None, None, 5.0)
     assert "eval_reward_before" not in summary

@@ -23,6 +23,7 @@ from faulty_proxy import GENERATE, FaultyProxy, faulty_proxy
 from portions import portion
 from servers import Server, impatient
 from training import equal, make_trainer, train, weights
+from transformers import TrainerCallback
 
 from lockstep.errors import ProofError
 from lockstep.parity.receipt import check_receipt
@@ -177,3 +178,19 @@ def test_false_answers_stop_the_run_before_it_learns_and_it_resumes_to_the_same_
     trainer, checkpoint = resumed()
     assert equal(train(trainer, resume_from_checkpoint=checkpoint), expected(len(lies) + 1)[-1])
     check_receipt(tmp_path / "receipt.jsonl")
+
+
+def test_gradients_that_are_reversed_later_stop_a_run(untied_dir: str, server: Server, tmp_path: Path) -> None:
+    # With this seed a part of the third step is checked.
+    trainer = make_trainer(untied_dir, tmp_path, server.url, seed=8, max_steps=4, **SETTINGS)
+
+    class Reverses(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                for parameter in trainer.model.parameters():
+                    parameter.register_hook(torch.neg)
+
+    trainer.add_callback(Reverses())
+    with pytest.raises(ProofError) as error:
+        train(trainer)
+    assert (error.value.check, trainer.state.global_step) == ("model_gradient", 2)

@@ -209,7 +209,7 @@ def test_what_a_backward_adds_is_compared_with_the_gradient(
     named = dict(model.named_parameters())
 
     def proven() -> None:
-        proof = AccumulationProof(named, (1, 2), tuple(named), shards.gathered_parameter)
+        proof = AccumulationProof(named, 1, 2, tuple(named), shards.gathered_parameter)
         with shards.learning():
             loss_of(model).backward()
         proof.check([proof.added()])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from filters import draw, rules_of
+from model_families import make_family
 from stages import config
 from test_filtered_scores import ALONE, PROMPTS
 from tiny import make_model
@@ -51,7 +52,7 @@ def checked(
     modules = [policy.model, *([policy.critic] if policy.critic is not None else [])]
     proof = ModelGradient(lambda: modules, settings, 0, entropies=more.pop("entropies", False))
     found = sequences or draw(policy.model, PROMPTS, (6, 3, 6), policy.rules.sampling, 1)
-    return proof.check(policy, found, 0).get("checked/model_gradient_error")
+    return proof.begin(policy, found, [], 0).figures.get("checked/model_gradient_error")
 
 
 @pytest.fixture(scope="module")
@@ -216,27 +217,19 @@ def test_a_gradient_that_is_left_from_before_stays_for_its_own_proof(model: PreT
     weight.grad = None
 
 
-def test_the_first_step_is_checked_and_later_ones_within_a_share_of_the_time(
-    model: PreTrainedModel, tmp_path: Path
-) -> None:
-    policy = policy_of(model)
-    sequences = draw(model, PROMPTS, (6, 3, 6), PLAIN, 1)
-    clock = {"now": 0.0}
-
-    def slow(*args: Any) -> float:
-        clock["now"] += 2.0
-        return 0.0
-
-    with (
-        patch.object(module.time, "perf_counter", lambda: clock["now"]),
-        patch.object(module.ModelGradient, "_error", slow),
-    ):
-        proof = ModelGradient(lambda: [model], config(tmp_path, bf16=False), 0, entropies=False)
-        checks = []
-        for step in range(500):
-            checks.append(bool(proof.check(policy, sequences, step)))
-            clock["now"] += 1.0
-    assert [step for step, was in enumerate(checks) if was] == [0, 198, 396]
+def test_the_first_step_is_checked_and_then_every_tenth(model: PreTrainedModel, tmp_path: Path) -> None:
+    policy, sequences = policy_of(model), draw(model, PROMPTS, (6, 3, 6), PLAIN, 1)
+    settings = config(tmp_path, bf16=False, seed=4)
+    with patch.object(module.ModelGradient, "_error", lambda *args: 0.0):
+        proof = ModelGradient(lambda: [model], settings, 0, entropies=False)
+        sums, parts = [], []
+        for step in range(3, 40):
+            if proof.begin(policy, sequences, [sequences] if step != 26 else [], step).figures:
+                sums.append(step)
+            if proof.part is not None:
+                parts.append(step)
+    # Where a step has nothing that is learned, a drawn sum takes the place of its part.
+    assert (sums, parts) == ([3, 26], [6, 16, 36])
 
 
 def test_a_forward_that_is_too_coarse_is_said_and_no_error(
@@ -244,13 +237,50 @@ def test_a_forward_that_is_too_coarse_is_said_and_no_error(
 ) -> None:
     draws = np.random.default_rng(0)
     real = differences.Drawn.total
-    with patch.object(differences.Drawn, "total", lambda self, moves: real(self, moves) + 1e-3 * draws.normal()):
+    with patch.object(
+        differences.Drawn, "total", lambda self, moves, *dtype: real(self, moves, *dtype) + 1e-3 * draws.normal()
+    ):
         assert checked(policy_of(model), tmp_path) is None
     assert "not proven at this step: finite differences" in capsys.readouterr().out
 
-    def fails(self: Any, moves: Any) -> float:
+    def fails(self: Any, moves: Any, dtype: Any = None) -> float:
         raise NotImplementedError("no kernel for float64")
 
     with patch.object(differences.Drawn, "total", fails):
         assert checked(policy_of(model), tmp_path) is None
     assert "no kernel for float64" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"),
+        RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)"),
+        torch.OutOfMemoryError("out of memory"),
+        KeyError("a defect of this program"),
+    ],
+    ids=["devices", "indices", "memory", "defect"],
+)
+def test_an_error_of_the_device_or_of_this_program_stops(
+    model: PreTrainedModel, tmp_path: Path, trouble: Exception
+) -> None:
+    def fails(self: Any, moves: Any, dtype: Any = None) -> float:
+        raise trouble
+
+    with patch.object(differences.Drawn, "total", fails), pytest.raises(type(trouble)):
+        checked(policy_of(model), tmp_path)
+
+
+def test_gradients_that_are_all_zero_are_no_gradients_that_vanish(model: PreTrainedModel, tmp_path: Path) -> None:
+    handles = [p.register_hook(torch.zeros_like) for p in model.parameters()]
+    try:
+        with pytest.raises(ProofError, match="gives a slope of 0;"):
+            checked(policy_of(model), tmp_path)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_convolution_takes_a_wide_input(tmp_path: Path) -> None:
+    mamba = make_family("mamba")
+    assert (checked(policy_of(mamba, plain_rows=True), tmp_path) or 1.0) < 1e-3

@@ -276,6 +276,16 @@ def test_what_goes_wrong_on_one_rank_is_the_same_error_on_both(found: Found, wor
     assert one["message"] == other["message"]
 
 
+@pytest.mark.parametrize(
+    ("by", "proof", "step"), [("callback", "model_gradient", 2), ("other code", "hooks", 1)], ids=["callback", "other"]
+)
+def test_gradients_that_one_rank_reverses_later_stop_both(found: Found, by: str, proof: str, step: int) -> None:
+    one, other = found(f"reversed:{by}")
+    assert one["raised"] == other["raised"] == "ProofError"
+    assert f"proof {proof!r} failed" in one["message"]
+    assert one["step"] == other["step"] == step
+
+
 def test_a_forward_that_fails_on_one_rank_stops_the_other_before_the_step(found: Found) -> None:
     one, other = found("learn")
     assert one["raised"] == "LockstepError"

@@ -372,6 +372,45 @@ def fails_to_learn(rank: int, model: str, folder: Path) -> Any:
     return {}
 
 
+def reversed_on_one_rank(by: str) -> Callable[[int, str, Path], Any]:
+    """Hooks that reverse all gradients of one rank from the second step on, and that a callback or other code registers."""
+
+    def work(rank: int, model: str, folder: Path) -> Any:
+        import torch
+        from accounts import make
+        from transformers import TrainerCallback
+
+        # With this seed a part of the third step is checked.
+        run = make("grpo-grpo", model, folder / f"reversed-{by}", ranks=2, size=2, max_steps=4, seed=8)
+
+        def reverse() -> None:
+            if rank == 1 and run.state.global_step == 1:
+                for parameter in run.model.parameters():
+                    parameter.register_hook(torch.neg)
+
+        class Reverses(TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                reverse()
+
+        if by == "callback":
+            run.add_callback(Reverses())
+        else:
+            real = run.loop.micro_step
+
+            def micro_step(batch: Any) -> float:
+                reverse()
+                return real(batch)
+
+            run.loop.micro_step = micro_step
+        try:
+            run.train()
+        except Exception as error:  # noqa: BLE001 - the error is the result
+            return {"raised": type(error).__name__, "message": str(error), "step": run.state.global_step}
+        return {}
+
+    return work
+
+
 def breaks(rank: int, model: str, folder: Path) -> Any:
     """A checkpoint that rank 1 cannot write. Rank 1 fails long before rank 0 writes into the same folder."""
     import torch
@@ -475,6 +514,7 @@ WORK: dict[str, Callable[[int, str, Path], Any]] = {
     **{f"data:{kind}": other_data(kind) for kind in OTHER_DATA},
     "breaks": breaks,
     "learn": fails_to_learn,
+    **{f"reversed:{by}": reversed_on_one_rank(by) for by in ("callback", "other code")},
     "reward:killed": odd_rewards("killed"),
 }
 # Work that is done in ranks of its own.

@@ -19,6 +19,7 @@ from methods import GROUPS, reference_of
 from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.step import generation, step_proofs
+from lockstep.training.step.model_gradient import Checked
 from lockstep.training.step.update import Policy
 from lockstep.training.trainers.online import OnlineTrainer
 
@@ -116,7 +117,7 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
     monkeypatch.setattr(run.accelerator, "backward", backward)
     monkeypatch.setattr(run.source, "start", start)
     # Its own tests count it.
-    monkeypatch.setattr(run.loop.model_gradient, "check", lambda *_: {})
+    monkeypatch.setattr(run.loop.model_gradient, "begin", lambda *_: Checked({}))
     reference = reference_of(run)
     with ExitStack() as hooks:
         for model in (run._causal(), *([reference] if reference is not None else [])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from lockstep.report.judged_gap import closest_of_run
@@ -27,6 +28,7 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
         for name in (steps[0] if steps else {})
         if name.startswith("time/") and name != "time/step"
     }
+    unproven = [line for line in receipt if line["kind"] == "unproven"]
     receipt = [line for line in receipt if line["kind"] == "step"]
     tokens = sum(line["sampled_tokens"] for line in receipt)
     seconds = sum(line["time/step"] for line in steps)
@@ -37,6 +39,7 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
         "tokens_per_s": round(tokens / seconds, 1) if seconds else 0.0,
         "time": {name: round(value, 2) for name, value in time.items()},
         "parity": _parity(receipt),
+        **({"unproven": dict(Counter(line["proof"] for line in unproven))} if unproven else {}),
     }
 
 
@@ -125,6 +128,8 @@ def summary_lines(summary: Line) -> list[str]:
     if "closest_to_limit" in parity:
         found = parity["closest_to_limit"]
         lines.append(f"gap and limits   closest: {found['text']}, {found['share']:.0%} of the limit")
+    for proof, count in summary.get("unproven", {}).items():
+        lines.append(f"not proven       {proof}: {count} checks that were due could not be made; the receipt says why")
     shares = "  ".join(f"{name} {seconds:.0f}s" for name, seconds in summary["time"].items())
     lines.append(f"time             {summary['steps']} steps, {summary['wall_s']:.0f} s in all: {shares}")
     return lines

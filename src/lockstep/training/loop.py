@@ -16,7 +16,7 @@ groups, and each rank learns from its own micro-batches.
 | score  | `rollout`           | `rollouts/scores/rewards.py`: reward functions, on each rank its share |
 | prove  | `_next_generation`  | `rows.py` and `asked_again.py` in `training/generate/proofs/`: rows, texts and scores |
 | prepare| `_next_generation`  | `training/step/generation.py`: advantages, weights, micro-batches |
-| prove  | `_begin_step`       | `training/step/model_gradient.py`: the model's own backward, at the first step and now and then |
+| prove  | `_begin_step`, `_finish_step` | `training/step/model_gradient.py`: the model's own backward, at every tenth step |
 | learn  | `micro_step`        | `training/step/update.py`: forward, loss and backward of one micro-batch |
 | prove  | `micro_step`        | `training/step/step_proofs.py`: what enters the loss, and what flows back from it |
 | prove  | `_finish_step`      | `parity/logprobs/gap.py`, through `training/generate/proofs/proofs.py` |
@@ -35,6 +35,7 @@ import torch
 from transformers import TrainerState
 
 from lockstep.errors import InputError
+from lockstep.parity.backward.hooks import HeldHooks, standing
 from lockstep.parity.logprobs.gap import check_count
 from lockstep.parity.step.forward import check_repeated
 from lockstep.parity.step.learned import SampledTokens
@@ -55,7 +56,7 @@ from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import check_same_weights, check_shards, share_of
 from lockstep.training.step.generation import Generation, Preparation
 from lockstep.training.step.learned import sampled_tokens
-from lockstep.training.step.model_gradient import ModelGradient
+from lockstep.training.step.model_gradient import Checked, ModelGradient
 from lockstep.training.step.router_loss import RouterLoss, router_loss
 from lockstep.training.step.step_proofs import PlainForward, StepProofs, drawn_forward
 from lockstep.training.step.update import OptimizerStep, Policy
@@ -84,6 +85,7 @@ class TrainingLoop:
         update_proof: the proof of the optimizer steps; None while there is no optimizer.
         frozen: the proof that the reference stays as it is; None while nothing is frozen.
         model_gradient: the proof of the model's own backward.
+        hooks: the proof that no hook and no other function appears in the model's forward and backward.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class TrainingLoop:
         self._unscored = UnscoredGenerations(self.config.max_unscored_generations, owner=ranks.owner)
         self.update_proof: UpdateProof | None = None
         self.frozen: FrozenWeights | None = None
+        self.hooks = HeldHooks(lambda: standing(trained(), policy().backward))
         self.model_gradient = ModelGradient(trained, self.config, ranks.rank, entropies=objective.entropy_gradient)
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
@@ -253,14 +256,14 @@ class TrainingLoop:
 
     def _begin_step(self, generation: Generation, step: int, *, policy_changed: bool) -> Generation:
         sequences = generation.step(step, self._batches_per_step)
-        with self.clock.phase("verify"):
-            (mine, *_) = self.ranks.share("model gradient", lambda: self._check_backward(sequences))
-        self.log.note(mine)
         again = self._forward_to_repeat(generation, step, policy_changed=policy_changed)
-        proofs = StepProofs(generation.expected, self._sampled, again)
         prepared = self.preparation.step(self.policy(), sequences, moved=policy_changed)
         self.generation = generation.with_step(step, self._batches_per_step, prepared)
         router = self._router_loss(self.generation, step)
+        # The loss of routers has a gradient that does not go through scores.
+        learned = [] if router is not None else self._learned(self.generation, step)
+        self._prove_backward(lambda version: self._begin_backward(prepared, learned, version))
+        proofs = StepProofs(generation.expected, self._sampled, again, self.model_gradient.part)
         self._step = OptimizerStep(self.objective, self.clock, self.ranks, proofs, router)
         self._policy_changed = policy_changed
         if self.update_proof is not None:
@@ -277,8 +280,24 @@ class TrainingLoop:
         first = self._batches_per_step * step + self.config.gradient_accumulation_steps * self.ranks.rank
         return generation.micro_batches[first : first + self.config.gradient_accumulation_steps]
 
-    def _check_backward(self, sequences: Sequence[TrainingSequence]) -> dict[str, float]:
-        return self.model_gradient.check(self.policy(), sequences, self.state().global_step)
+    def _learned(self, generation: Generation, step: int) -> list[list[TrainingSequence]]:
+        """The sequences with a gradient, in the micro-batches of a step on this rank."""
+        return [[s for s in batch if self.objective.has_gradient(s)] for batch in self._own_batches(generation, step)]
+
+    def _begin_backward(
+        self, sequences: Sequence[TrainingSequence], learned: Sequence[Sequence[TrainingSequence]], version: int
+    ) -> Checked:
+        self.hooks.check()
+        return self.model_gradient.begin(self.policy(), sequences, learned, version)
+
+    def _prove_backward(self, check: Callable[[int], Checked]) -> None:
+        """Check the model's backward on every rank, log what was found, and write into the receipt what could not be proven."""
+        version = self.state().global_step
+        with self.clock.phase("verify"):
+            found = self.ranks.share("model gradient", lambda: check(version))
+        self.log.note(found[0][0])
+        for why in sorted({why for _, why in found if why}):
+            self.source.note_unproven(version + 1, "model_gradient", why)
 
     def _finish_step(self, generation: Generation, step: int) -> None:
         """Add up the step over all ranks and prove it. The optimizer runs after this, or an error was raised."""
@@ -298,7 +317,7 @@ class TrainingLoop:
                 tokens = sum(s.length for s in generation.step(step, self._batches_per_step))
                 check_count(total.difference, tokens, generation.version)
 
-        total = self._step.finish(prove, self.trained_parameters())
+        total = self._step.finish(prove, self.trained_parameters(), self.hooks.check)
         if self.update_proof is not None:
             sequences = generation.step(step, self._batches_per_step)
             with self.clock.phase("verify"):
@@ -306,6 +325,9 @@ class TrainingLoop:
                     lambda added: self.ranks.share("gradients", added),
                     learning=any(self.objective.has_gradient(s) for s in sequences),
                 )
+        if self.model_gradient.is_due(self.state().global_step):
+            sequences = generation.step(step, self._batches_per_step)
+            self._prove_backward(lambda version: self.model_gradient.finish(self.policy(), sequences, version))
         (proven, *_) = self.ranks.share("proof metrics", self.source.proof_metrics)
         figures = total.metrics(self.source.limit) | proven
         self.log.note(figures | self.objective.finish_step(total.tally))
@@ -383,6 +405,7 @@ class TrainingLoop:
         """Forget what an earlier call of `train` left."""
         self.generation = None
         self.model_gradient.forget()
+        self.hooks.note()
         self.source.asked_again.forget()
         if self.state().global_step == 0:
             self.order.forget()

@@ -18,7 +18,8 @@ from lockstep.definitions.schedules import rate_factor
 from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.parity.step import update
-from lockstep.training.step.model_gradient import ModelGradient
+from lockstep.parity.step.accumulation import AccumulationProof
+from lockstep.training.step.model_gradient import Checked, ModelGradient
 
 SEVERAL = {"gradient_accumulation_steps": 2, "warmup_steps": 2}
 
@@ -197,7 +198,7 @@ def test_a_tensor_whose_gradient_is_cut_off_is_named(
     layer = run.model.model.layers[0].self_attn.k_proj
     layer.register_forward_hook(lambda module, given, keys: keys.detach())
     # Without the proof of the backward, which finds it before the first step.
-    monkeypatch.setattr(ModelGradient, "check", lambda *given: {})
+    monkeypatch.setattr(ModelGradient, "begin", lambda *given: Checked({}))
     with pytest.raises(ProofError, match=r"k_proj\.weight is trained and had no gradient in 3 steps"):
         run.train()
 
@@ -219,6 +220,16 @@ def test_a_learning_rate_that_is_not_the_configs_is_refused_at_the_start(
         pytest.raises(ProofError, match=r"a learning rate of 0\.1 for .*; the config gives 0\.01"),
     ):
         run.train()
+
+
+def test_the_gradient_of_every_tensor_is_compared_within_ten_steps() -> None:
+    named = {f"tensor {i}": torch.nn.Parameter(torch.zeros(2)) for i in range(700)}
+    seen: set[str] = set()
+    for step in range(5, 15):
+        proof = AccumulationProof(named, seed=3, step=step)
+        seen |= set(proof._names)
+        proof.end()
+    assert seen == set(named)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

@@ -1,16 +1,18 @@
 """Proof of the model's own backward: the gradient that it gives is the slope of a plain forward along drawn directions.
 
-`training/step/model_gradient.py` lets the trainer's own forward and backward compute the gradient of a drawn sum of scores. The
-same sum is computed here by `plain_scores` in float64, with the weights moved a little forth and back along a direction. Nothing of
-autograd takes part in that.
+`training/step/model_gradient.py` lets the trainer's own forward and backward compute the gradient of a drawn sum of scores, and
+gives what a drawn part of a real step adds to the gradients. The same sum is computed here by `plain_scores` in float64 or float32,
+with the weights moved a little forth and back along a direction. Nothing of autograd takes part in that.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion
 from lockstep.errors import ProofError
-from lockstep.parity.backward.in_float64 import Float64, Move
+from lockstep.parity.backward.in_float64 import Move, Widened
 from lockstep.parity.backward.plain_scores import plain_scores
 from lockstep.parity.logprobs.distributions import Distribution
 
@@ -28,8 +30,18 @@ _VANISHES = 1e-20
 _DIRECTIONS = 2
 # By how much a move changes the sum of scores, whose size is about 1.
 _CHANGE = 1e-4
+# The same where the plain forward computes in float32.
+_CHANGE_SINGLE = 1e-2
+# A gradient of 0 is wrong if the sum of scores changes by more than this along a relative change of the weights.
+_VISIBLE = 1e-6
 # A tensor whose gradient is smaller than this part of the largest one is moved as if it had that size.
 _FLOOR = 1e-2
+
+_CAUSE = "the backward of the model, of its attention or of the log-probs is wrong: something is detached, masked or scaled there"
+_FIX = (
+    "remove hooks, patches and custom kernels from the model (use_liger_kernel: false); otherwise this is a defect of Lockstep: "
+    "report it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +59,44 @@ class Drawn:
     coefficients: torch.Tensor
     distribution: Distribution
 
-    def total(self, moves: Mapping[int, Move]) -> float:
-        """The sum, computed with moved weights."""
+    def total(self, moves: Mapping[int, Move], dtype: torch.dtype = torch.float64) -> float:
+        """The sum, computed in a dtype with moved weights."""
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), Float64(moves):
+            with torch.no_grad(), Widened(moves, dtype):
                 scores = plain_scores(self.model, self.critic, self.completions, self.distribution)
         finally:
             self.model.train(was_training)
         return float((scores.double() * self.coefficients).sum())
 
-    def slope(self, moves: Mapping[int, Move], step: float) -> float:
+    def slope(self, moves: Mapping[int, Move], step: float, dtype: torch.dtype = torch.float64) -> float:
         """The central difference along a direction."""
 
         def moved(sign: float) -> float:
-            return self.total({i: Move(sign * step * m.size, m.rows, m.columns) for i, m in moves.items()})
+            return self.total({i: Move(sign * step * m.size, m.rows, m.columns) for i, m in moves.items()}, dtype)
 
         return (moved(1.0) - moved(-1.0)) / (2 * step)
+
+
+def _signs(tensor: torch.Tensor, size: float, seed: tuple[int, ...]) -> Move:
+    """Random signs in the shape of a tensor."""
+    flat = tensor.ndim < 2
+    rows = tensor.numel() if flat else tensor.shape[0]
+    draws = np.random.default_rng(seed)
+
+    def signs(count: int) -> torch.Tensor:
+        return torch.from_numpy(draws.integers(0, 2, count) * 2.0 - 1.0).to(tensor.device)
+
+    return Move(size, signs(rows), None if flat else signs(tensor.numel() // max(rows, 1)))
+
+
+def _sizes(named: Mapping[str, torch.nn.Parameter], norms: Mapping[str, float]) -> dict[str, float]:
+    """How far each tensor is moved, so that every tensor counts alike. Without any gradient: by a part of its own size."""
+    least = _FLOOR * max(norms.values(), default=0.0)
+    if not least or not math.isfinite(least):
+        return {n: _norm(p) / math.sqrt(max(p.numel(), 1)) for n, p in named.items()}
+    return {n: 1 / max(norm, least) for n, norm in norms.items()}
 
 
 class Directions:
@@ -78,8 +110,7 @@ class Directions:
         self.named, self._seed = dict(named), seed
         self._places = {name: place for place, name in enumerate(named)}
         self.norms = {n: 0.0 if p.grad is None else _norm(p.grad) for n, p in self.named.items()}
-        least = _FLOOR * max(self.norms.values(), default=0.0)
-        self.sizes = {n: 1 / max(norm, least) if least else 1.0 for n, norm in self.norms.items()}
+        self.sizes = _sizes(self.named, self.norms)
         # The gradient along each direction, by tensor.
         self.along = [{n: self.along_now(k, n) for n in self.named} for k in range(_DIRECTIONS)]
 
@@ -97,16 +128,7 @@ class Directions:
         return max(apart - _VANISHES, 0.0) / max(size, 1e-300)
 
     def _move(self, name: str, number: int) -> Move:
-        tensor = self.named[name]
-        seed = (*self._seed, number, self._places[name])
-        flat = tensor.ndim < 2
-        rows = tensor.numel() if flat else tensor.shape[0]
-        draws = np.random.default_rng(seed)
-
-        def signs(count: int) -> torch.Tensor:
-            return torch.from_numpy(draws.integers(0, 2, count) * 2.0 - 1.0).to(tensor.device)
-
-        return Move(self.sizes[name], signs(rows), None if flat else signs(tensor.numel() // max(rows, 1)))
+        return _signs(self.named[name], self.sizes[name], (*self._seed, number, self._places[name]))
 
     def moves(self, number: int, names: Sequence[str]) -> dict[int, Move]:
         """A direction, restricted to some tensors."""
@@ -121,6 +143,108 @@ class Directions:
         found = [sum(along[n] for n in names) for along in self.along]
         due = [drawn.slope(self.moves(k, names), step) for k in range(_DIRECTIONS)]
         return Comparison(np.array(found), np.array(due), self.scale(names))
+
+
+class Added:
+    """What a part of a step adds to the gradients, along one drawn direction. The direction goes up the gradient of every tensor.
+
+    Random signs make an outer product in each tensor, as in `Directions`. The sign of the whole product is the one along which the
+    part's gradient goes up. So the slope is a sum of positive parts: a gradient that is reversed, scaled or lost is in it for
+    certain, and rounding, which has random signs, is small beside it.
+
+    Args:
+        named: the trained tensors, before the backward of the part. They may hold gradients of other parts.
+    """
+
+    def __init__(self, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...]) -> None:
+        self.named, self._seed = dict(named), seed
+        self._places = {name: place for place, name in enumerate(named)}
+        self._along = {n: -self._along_now(n) for n in self.named}
+        self.sizes: dict[str, float] = {}
+
+    def _unit(self, name: str) -> Move:
+        return _signs(self.named[name], 1.0, (*self._seed, self._places[name]))
+
+    def _along_now(self, name: str) -> float:
+        gradient = self.named[name].grad
+        return 0.0 if gradient is None or not gradient.numel() else _along(gradient, self._unit(name))
+
+    def read(self) -> None:
+        """After the backward of the part."""
+        self._along = {n: before + self._along_now(n) for n, before in self._along.items()}
+        norms = {n: 0.0 if p.grad is None else _norm(p.grad) for n, p in self.named.items()}
+        self.sizes = _sizes(self.named, norms)
+
+    def scaled(self, factor: float) -> Added:
+        """A copy in which the gradient is multiplied by a factor."""
+        found = copy.copy(self)
+        found._along = {n: factor * along for n, along in self._along.items()}
+        found.sizes = {n: size / factor for n, size in self.sizes.items()}
+        return found
+
+    def _moves(self, names: Sequence[str]) -> dict[int, Move]:
+        found = {}
+        for name in names:
+            if self.named[name].numel():
+                unit = self._unit(name)
+                size = math.copysign(self.sizes[name], self._along[name])
+                found[id(self.named[name])] = Move(size, unit.rows, unit.columns)
+        return found
+
+    def slope(self, names: Sequence[str]) -> float:
+        """The slope along the direction, restricted to some tensors."""
+        return sum(self.sizes[n] * abs(self._along[n]) for n in names)
+
+    def compare(
+        self, drawn: Drawn, names: Sequence[str], step: float, dtype: torch.dtype = torch.float64
+    ) -> Comparison:
+        """The slope that the gradient gives, and that of the plain forward."""
+        due = drawn.slope(self._moves(names), step, dtype)
+        return Comparison(np.array([self.slope(names)]), np.array([due]), 0.0)
+
+    def step(self, change: float) -> float:
+        """How far to go along the direction, so that a sum of scores whose size is about 1 changes by `change`."""
+        return change / max(self.slope(list(self.named)), 1.0)
+
+    def distance(self, drawn: Drawn) -> float:
+        """How far both slopes are apart with a plain forward in float32, in sizes of the slope. Infinite where it is not finite."""
+        found = self.compare(drawn, list(self.named), self.step(_CHANGE_SINGLE), torch.float32).error
+        return found if math.isfinite(found) else math.inf
+
+
+def check_added(added: Added, drawn: Drawn, limit: float) -> float | None:
+    """Compare what a part of a step adds to the gradients with the slope of a plain forward in float64.
+
+    Args:
+        drawn: the part's sum of scores; its coefficients are the gradients that the loss gives to the part's scores.
+        limit: how far both may be apart, in sizes of the slope.
+
+    Returns:
+        How far they are apart; None if the plain forward is too coarse to tell.
+
+    Raises:
+        ProofError: they are further apart than the limit.
+    """
+    names, step = list(added.named), added.step(_CHANGE)
+    first = added.compare(drawn, names, step)
+    if first.error <= limit:
+        return first.error
+    if np.isfinite(first.found).all() and not _depends_little(first, added.compare(drawn, names, step / 4)):
+        return None
+    raise ProofError(
+        "model_gradient",
+        f"what {drawn.completions[0].key} adds to the gradients of this step gives a slope of {first.found[0]:.6g} along a drawn "
+        f"direction; a plain forward in float64 with moved weights gives {first.due[0]:.6g} ({first.error:.2g} of its size, at "
+        f"most {limit:g}); seen from the output, the first wrong part is {_first_wrong(added, drawn, step, limit)}",
+        _CAUSE,
+        _FIX,
+    )
+
+
+class _Comparable(Protocol):
+    named: dict[str, torch.nn.Parameter]
+
+    def compare(self, drawn: Drawn, names: Sequence[str], step: float) -> Comparison: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,15 +282,16 @@ def check_model_gradient(
         ProofError: they are further apart than the limit.
     """
     directions, names = Directions(named, seed), list(named)
-    if directions.scale(names) < _VANISHES:
-        return None
+    vanishes = directions.scale(names) < _VANISHES
     step = _CHANGE / max(directions.scale(names), 1.0)
     first = directions.compare(drawn, names, step)
+    if vanishes and np.abs(first.due).max() < _VISIBLE:
+        return None
     if first.error <= limit:
         return first.error
     # A slope that depends on the step size says nothing: a router has chosen other experts, or a kernel computes in few digits.
     again = directions.compare(drawn, names, step / 4)
-    if not np.abs(again.due - first.due).max() <= 0.25 * first.apart:
+    if not _depends_little(first, again):
         return None
     at = int(np.abs(first.found - first.due).argmax())
     where = _first_wrong(directions, drawn, step, limit)
@@ -175,9 +300,8 @@ def check_model_gradient(
         f"along a drawn direction the backward gives a slope of {first.found[at]:.6g}; a plain forward in float64 with moved "
         f"weights gives {first.due[at]:.6g} ({first.error:.2g} of the gradient's size, at most {limit:g}); seen from the output, "
         f"the first wrong part is {where}",
-        "the backward of the model, of its attention or of the log-probs is wrong: something is detached, masked or scaled there",
-        "remove hooks, patches and custom kernels from the model (use_liger_kernel: false); otherwise this is a defect of "
-        "Lockstep: report it",
+        _CAUSE,
+        _FIX,
     )
 
 
@@ -204,7 +328,12 @@ def check_computed_gradient(distances: Sequence[float], limit: float) -> None:
         )
 
 
-def _first_wrong(directions: Directions, drawn: Drawn, step: float, limit: float) -> str:
+def _depends_little(first: Comparison, again: Comparison) -> bool:
+    """Whether the slope of a smaller step is about the same."""
+    return bool(np.abs(again.due - first.due).max() <= 0.25 * first.apart)
+
+
+def _first_wrong(directions: _Comparable, drawn: Drawn, step: float, limit: float) -> str:
     """The part of the model that is nearest to the output and has a wrong gradient."""
     parts: dict[str, list[str]] = {}
     for name in reversed(directions.named):

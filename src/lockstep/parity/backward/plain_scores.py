@@ -1,6 +1,6 @@
-"""Scores of completions by a plain forward: one padded row per completion, no packing, no tree, no chunks, no recomputation.
+"""Scores of completions by a plain forward: one padded row per completion, no packing, no tree, no recomputation.
 
-`parity/backward/finite_differences.py` takes their differences, in float64.
+`parity/backward/finite_differences.py` takes their differences, in float64 or float32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from lockstep.models.adapters import causal_model
 from lockstep.models.logits import transformed_logits
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.rescoring import sets_of_all
+from lockstep.tokens.arrays import Ids
+
+# Rows of logits in memory at a time.
+_ROWS = 256
 
 
 @torch.no_grad()
@@ -38,26 +42,33 @@ def plain_scores(
         for i, c in enumerate(completions)
     ]
     chosen = hidden.flatten(0, 1)[torch.cat(places)]
-    logits = transformed_logits(inner.config.get_text_config(), inner.get_output_embeddings()(chosen))
     values = critic(chosen)[:, 0].cpu() if critic is not None else torch.zeros(len(chosen))
     found, start = [], 0
     for c in completions:
         end = start + len(c.sampled_places)
-        found.append(_of_one(c, logits[start:end].cpu(), distribution))
+        for first in range(0, end - start, _ROWS):
+            own = slice(first, min(first + _ROWS, end - start))
+            logits = inner.get_output_embeddings()(chosen[start:end][own])
+            logits = transformed_logits(inner.config.get_text_config(), logits)
+            found.append(_of_rows(c, c.sampled_places[own], logits.cpu(), distribution))
         start = end
     return torch.cat([torch.cat(found, 1), values[None]])
 
 
-def _of_one(completion: Completion, logits: torch.Tensor, distribution: Distribution) -> torch.Tensor:
-    """(2, N) log-probs and entropies of one completion's sampled tokens, from their (N, V) logits."""
+def _of_rows(completion: Completion, places: Ids, logits: torch.Tensor, distribution: Distribution) -> torch.Tensor:
+    """(2, n) log-probs and entropies of n sampled tokens of a completion, from their (n, V) logits.
+
+    Args:
+        places: (n,) of the tokens in the completion.
+    """
     prompt, tokens = completion.prompt_ids.tolist(), completion.token_ids.tolist()
     if distribution.is_tempered_only and completion.kept_ids is None:
         logps = (logits / distribution.sampling.temperature).log_softmax(-1)
-        own = torch.tensor(tokens)[torch.from_numpy(completion.sampled_places)]
+        own = torch.tensor(tokens)[torch.from_numpy(places)]
         return torch.stack([logps.gather(1, own[:, None])[:, 0], torch.special.entr(logps.exp()).sum(-1)])
     masks, sets = distribution.masks(tokens), sets_of_all(completion)
     scores = []
-    for row, place in zip(logits, completion.sampled_places.tolist(), strict=True):
+    for row, place in zip(logits, places.tolist(), strict=True):
         if masks is not None:
             # The library's own operation takes no float64.
             bits = masks[place][:, None].bitwise_right_shift(torch.arange(32, dtype=torch.int32)) & 1

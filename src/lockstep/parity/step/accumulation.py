@@ -16,8 +16,8 @@ from lockstep.errors import ProofError
 from lockstep.parity.step.drawn import Drawn
 from lockstep.shards.parts import is_sharded, local_part
 
-# Number of tensors with a hook. Others are drawn at each step.
-_HOOKED = 32
+# Least number of tensors with a hook, and the number of steps within which every tensor has one.
+_HOOKED, _WITHIN = 32, 10
 
 
 class AccumulationProof:
@@ -26,7 +26,8 @@ class AccumulationProof:
     Args:
         trained: the trained parameters by name.
         gathered: gives the tensor that the backward passes of a sharded parameter add to, before the ranks' parts are summed.
-        seed: draws the tensors and elements.
+        seed: draws the tensors and elements. The tensors follow each other from step to step; the elements are drawn anew.
+        step: number of steps before this one.
         always: names of tensors that are not left to the draw.
 
     Raises:
@@ -36,7 +37,8 @@ class AccumulationProof:
     def __init__(
         self,
         trained: Mapping[str, torch.nn.Parameter],
-        seed: tuple[int, ...],
+        seed: int,
+        step: int,
         always: Sequence[str] = (),
         gathered: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter,
     ) -> None:
@@ -49,10 +51,12 @@ class AccumulationProof:
                     "let nothing call backward between two steps, and clear gradients after each optimizer step",
                 )
         names = list(trained)
-        chosen = [names[i] for i in np.random.default_rng(seed).permutation(len(names))[:_HOOKED].tolist()]
+        size = max(_HOOKED, -(-len(names) // _WITHIN))
+        order = np.random.default_rng((seed, 2)).permutation(len(names))
+        chosen = [names[i] for i in np.roll(order, -step * size)[:size].tolist()]
         self._names = [name for name in names if name in {*chosen, *always}]
         self._parameters = [trained[name] for name in self._names]
-        self._drawn = Drawn.of(self._parameters, seed)
+        self._drawn = Drawn.of(self._parameters, (seed, step, 2))
         self._added: list[list[torch.Tensor]] = [[] for _ in self._names]
         self._hooked = [gathered(p) for p in self._parameters]
         self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._hooked)]

@@ -113,7 +113,7 @@ class UpdateProof:
         parameters = dict(zip(self._names, self._trained, strict=True))
         self._step, self._norm = step, None
         self.abandon()
-        self._accumulation = AccumulationProof(parameters, (self._seed, step, 2), tuple(self._always), self._gathered)
+        self._accumulation = AccumulationProof(parameters, self._seed, step, tuple(self._always), self._gathered)
 
     def abandon(self) -> None:
         """Remove the hooks of a step that was not finished."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ EXACT = {
     "forward": "later steps of a generation compute the log-probs of a plain forward",
     "rewards, advantages, scores": "rewards are the sums of scores, and advantages are those of a second implementation",
     "loss_gradient, model_gradient": "the gradients are the derivatives of the formulas, and the model's backward is right",
+    "hooks": "no hook, forward or attention function has appeared in the model while the run went on",
     "accumulation, clipping": "gradients add up, and the clip uses their true norm",
     "optimizer": "the optimizer is set as the config says, with the changes that the receipt records",
     "learning_rate, update": "drawn elements of every tensor become what AdamW in float64 makes of them",
@@ -152,9 +154,23 @@ def proofs_section(run: RunRecord) -> str:
         else "<p>No proof with a figure has been written yet.</p>"
     )
     return (
-        f"<h2 id='proofs'>Proofs</h2><p>{tokens}</p>{table}"
+        f"<h2 id='proofs'>Proofs</h2><p>{tokens}</p>{_notes(run)}{table}"
         f"<details><summary>Proofs that compare exactly</summary><div class='wide'><table>{exact}</table></div></details>"
     )
+
+
+def _notes(run: RunRecord) -> str:
+    """Checks that could not be made, and what of the user's stands in the way of the model's backward."""
+    why = Counter((line["proof"], line["why"]) for line in run.unproven)
+    notes = [
+        f"<code>{proof}</code> was due and not made {count} times: {html.escape(said)}"
+        for (proof, said), count in why.items()
+    ]
+    if run.taken:
+        notes.append(
+            f"Of your own, in the model's forward and backward: {html.escape('; '.join(dict.fromkeys(run.taken)))}"
+        )
+    return "".join(f"<p class='said'>{note}.</p>" for note in notes)
 
 
 def failure_section(run: RunRecord) -> str:

@@ -65,6 +65,16 @@ class RunRecord:
         return [line for line in self.receipt if line.get("kind") == "step"]
 
     @property
+    def unproven(self) -> list[Line]:
+        """The receipt's lines of checks that were due and could not be made."""
+        return [line for line in self.receipt if line.get("kind") == "unproven"]
+
+    @property
+    def taken(self) -> list[str]:
+        """The user's hooks and functions in the model's forward and backward."""
+        return [name for line in self.receipt if line.get("kind") == "hooks" for name in line["taken"]]
+
+    @property
     def last_step(self) -> int:
         """The last optimizer step that the files name."""
         return max((int(line.get("step", 0)) for line in (*self.metrics, *self.proven, self.end)), default=0)

@@ -114,7 +114,7 @@ def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int | No
     Raises:
         ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
     """
-    units = list(_units(sequences))
+    units = list(units_of(sequences))
     held = [s for unit in units for s in unit]
     numbers = _numbers(held)
     paths = SortedPaths.of([s.path if numbers is None else numbers.path(s) for s in held])
@@ -150,7 +150,7 @@ def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int | None) -
     Raises:
         ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
     """
-    units = sorted(_units(sequences), key=lambda unit: max(len(s.path) for s in unit))
+    units = sorted(units_of(sequences), key=lambda unit: max(len(s.path) for s in unit))
     budget = usual_token_budgets()[0] if token_budget is None else token_budget
     for run in cut_rows([[len(s.path) for s in unit] for unit in units], budget):
         yield _rows([s for i in run for s in units[i]])
@@ -184,7 +184,7 @@ def _numbers(sequences: Sequence[TrainingSequence]) -> PictureNumbers | None:
     return PictureNumbers(sequences) if any(s.pictures is not None for s in sequences) else None
 
 
-def _units(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSequence]]:
+def units_of(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSequence]]:
     """Yield the sequences of each unit as one list."""
     unit: list[TrainingSequence] = []
     for sequence in sequences:

@@ -250,6 +250,11 @@ class RolloutSource:
             self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step, inputs)))
         self._proven = True
 
+    def note_unproven(self, step: int, proof: str, why: str) -> None:
+        """Write into the receipt that a proof could not be made at a step. On ranks without the engine nothing is written."""
+        if self._proofs is not None:
+            self._proofs.note_unproven(step, proof, why)
+
     def prove_first(self, version: int) -> None:
         """Prove the engine before it samples for the first time, if `start` has not done so. Every rank calls."""
         if not self._proven:

@@ -1,42 +1,62 @@
-"""Lets the trainer's own forward and backward compute the gradient of a drawn sum of scores, for `parity/backward/`.
+"""Lets the trainer's own forward and backward compute gradients that `parity/backward/` compares with a plain forward.
 
-`training/loop.py` asks it before the first forward of a step: at the first step of a run, and later as often as its share of the
-run's time allows. It changes neither weights nor random numbers, and leaves no gradient behind.
+`training/loop.py` calls it. At the first step of a run or a resume, a drawn sum of scores goes through the model before the step's
+first forward, and is compared in float64. At every tenth step, a drawn part of the step itself is compared: what its backward adds
+to `.grad`, through all hooks, before gradients are clipped. That is compared in float32, and where it is over a part of its
+limit, the comparisons in float64 decide. Neither weights nor random numbers nor gradients are changed.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.engines.protocol import Sampling
 from lockstep.errors import ProofError
 from lockstep.models.quantised import is_quantised
-from lockstep.parity.backward.finite_differences import Directions, Drawn, check_computed_gradient, check_model_gradient
+from lockstep.parity.backward.finite_differences import (
+    Directions,
+    Drawn,
+    check_added,
+    check_computed_gradient,
+    check_model_gradient,
+)
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.tolerances import gradient_limit
 from lockstep.shards.model import sharded
-from lockstep.tokens.arrays import filled, places_of, whole_numbers
+from lockstep.tokens.arrays import places_of
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.step.checked_part import CheckedPart, completion_of, draw_part
 from lockstep.training.step.update import Policy
 
 _logger = logging.getLogger(__name__)
 
-# Share of a run's time that the checks after the first one may take.
-SHARE = 0.01
-# Completions of one check, and ids of each: the end of its prompt, and the beginning of the completion.
+# A part of the step itself is checked at one step in so many.
+EVERY = 10
+# The part of a limit over which a comparison in float32 is made again in float64, for a model of so many tensors. The share of one
+# layer in a slope falls with their number, and rounding falls with its root.
+_DOUBT, _TENSORS = 0.125, 20
+# Limit for the gradient of one part in half precision. A gradient that is lost, doubled or reversed is 1 to 2 sizes away.
+_HALF_LIMIT = 0.8
+# Completions of a drawn sum, and ids of each: the end of its prompt, and the beginning of the completion.
 _COMPLETIONS, _PROMPT, _IDS = 2, 32, 12
 # Drawn sums, if the gradient of the first one in half precision is over the limit.
 _DRAWS = 5
+
+
+class Checked(NamedTuple):
+    """What one call has found: figures to log, and why a check that was due could not be made (empty: it was made)."""
+
+    figures: dict[str, float]
+    unproven: str = ""
 
 
 class ModelGradient:
@@ -46,6 +66,9 @@ class ModelGradient:
         trained: gives the modules that the optimizer changes.
         entropies: whether the method's loss has a gradient through entropies.
         rank: of this process; ranks draw other completions.
+
+    Attributes:
+        part: the part of the current step whose gradient is checked; None: none is.
     """
 
     def __init__(
@@ -53,54 +76,106 @@ class ModelGradient:
     ) -> None:
         self._trained, self._config, self._rank, self._entropies = trained, config, rank, entropies
         self._told: set[str] = set()
+        self.part: CheckedPart | None = None
         self.forget()
 
     def forget(self) -> None:
-        """Start again: the next step is checked."""
-        self._spent, self._began, self._is_first = 0.0, time.perf_counter(), True
+        """Start again: the next step is a first one."""
+        self._is_first, self.part, self._unproven = True, None, ""
 
-    def check(self, policy: Policy, sequences: Sequence[TrainingSequence], step: int) -> dict[str, float]:
-        """Check the model's backward, if it is time to.
+    def is_due(self, step: int) -> bool:
+        """Whether a part of a step is checked. All ranks give the same answer.
 
         Args:
-            sequences: those of the step, of which a few are drawn.
             step: number of steps before this one.
+        """
+        return (step + self._config.seed) % EVERY == 0
 
-        Returns:
-            Figures to log; empty if nothing was checked.
+    def begin(
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        learned: Sequence[Sequence[TrainingSequence]],
+        step: int,
+    ) -> Checked:
+        """Before the first forward of a step: check the first step, and draw the part of a step whose gradient is checked.
+
+        Args:
+            sequences: those of the step, over all ranks.
+            learned: those with a gradient, in the micro-batches of this rank; empty if scores are not all that has a gradient.
+            step: number of steps before this one.
 
         Raises:
             ProofError: the backward gives another gradient than finite differences of a plain forward.
         """
-        now = time.perf_counter()
-        if not sequences or not (self._is_first or self._spent <= SHARE * (now - self._began)):
-            return {}
-        if sharded(policy.model) is not None:
-            self._say("a sharded model has no float64 copy on one rank")
-            return {}
-        # With 4-bit weights the kernels of a library compute, in few digits.
-        if any(is_quantised(p) for p in policy.model.parameters()):
-            return {}
-        named = {
+        self.part = None
+        due = self.is_due(step)
+        if not sequences or not (self._is_first or due):
+            return Checked({})
+        named = self._named()
+        if why := _not_provable(policy, named):
+            self._is_first = False
+            return Checked({}, self._say(why))
+        # Another proof (`accumulation`) must find a gradient that is left from an earlier step.
+        if any(p.grad is not None and bool(p.grad.any()) for p in named.values()):
+            return Checked({})
+        seed = (self._config.seed, step, self._rank)
+        if due and (part := draw_part(learned, np.random.default_rng((*seed, 1)))):
+            names = frozenset(s.name for s in part)
+            self.part = CheckedPart(names, named, self._distribution(policy), (*seed, 2))
+            if not self._is_first:
+                return Checked({})
+        self._is_first = False
+        return self._sum_checked(policy, sequences, named, step)
+
+    def finish(self, policy: Policy, sequences: Sequence[TrainingSequence], step: int) -> Checked:
+        """After the last backward of a step, before its gradients are clipped: check what the drawn part has added to them.
+
+        Raises:
+            ProofError: the part's gradient is not the slope of a plain forward, or, where that is in doubt, as `begin`.
+        """
+        part, self.part = self.part, None
+        if part is None:
+            return Checked({})
+        named, found = self._named(), part.gradient(policy.model, policy.critic)
+        limit = gradient_limit(self._config.precision.dtype_of(policy.model))
+        if found is not None:
+            added, drawn = found
+            distance = self._computed(lambda: added.distance(drawn))
+            if distance is not None and distance <= _DOUBT * limit * min(1.0, math.sqrt(_TENSORS / len(named))):
+                return Checked({"checked/step_gradient_error": distance})
+        # In doubt, and where the part has no gradient at all, a drawn sum goes through the model as at the first step.
+        with _set_aside(named):
+            checked = self._sum_checked(policy, sequences, named, step)
+        if found is None:
+            return checked
+        if self._config.precision.dtype_of(policy.model) not in (torch.float32, torch.float64):
+            limit = _HALF_LIMIT
+        error = self._computed(lambda: check_added(added, drawn, limit))
+        if error is None:
+            return Checked(checked.figures, self._unproven)
+        return Checked(checked.figures | {"checked/step_gradient_error": error})
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        return {
             f"value_head.{name}" if i else name: p
             for i, module in enumerate(self._trained())
             for name, p in module.named_parameters()
             if p.requires_grad
         }
-        if any("lora_magnitude_vector" in name for name in named):
-            self._say(
-                "DoRA's backward takes a norm of the weights as constant, on purpose, so it is not the true gradient"
-            )
-            return {}
-        # Another proof (`accumulation`) must find a gradient that is left from an earlier step.
-        if any(p.grad is not None and bool(p.grad.any()) for p in named.values()):
-            return {}
-        self._is_first = False
-        try:
-            error = self._error(policy, sequences, named, (self._config.seed, step, self._rank))
-        finally:
-            self._spent += time.perf_counter() - now
-        return {} if error is None else {"checked/model_gradient_error": error}
+
+    def _sum_checked(
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        named: Mapping[str, torch.nn.Parameter],
+        step: int,
+    ) -> Checked:
+        """Check the gradient of a drawn sum of scores. No trained tensor may hold a gradient."""
+        error = self._error(policy, sequences, named, (self._config.seed, step, self._rank))
+        if error is None:
+            return Checked({}, self._unproven)
+        return Checked({"checked/model_gradient_error": error})
 
     def _error(
         self,
@@ -111,17 +186,19 @@ class ModelGradient:
     ) -> float | None:
         chosen, factors = self._draw(policy, sequences, seed)
         drawn = Drawn(
-            policy.model, policy.critic, [_completion(s) for s in chosen], factors, self._distribution(policy)
+            policy.model, policy.critic, [completion_of(s) for s in chosen], factors, self._distribution(policy)
         )
         precision = self._config.precision
         autocast = precision.autocast
         if autocast is None or policy.model.dtype != torch.float32:
             with self._gradients(policy, chosen, factors, named):
-                return self._proven(drawn, named, seed, gradient_limit(precision.dtype_of(policy.model)))
+                return self._computed(
+                    lambda: check_model_gradient(drawn, named, seed, gradient_limit(precision.dtype_of(policy.model)))
+                )
         # Without autocast the limit is narrow. Then the gradient with autocast is compared with the gradient without it.
         exactly = replace(policy, autocast=nullcontext)
         with self._gradients(exactly, chosen, factors, named):
-            error = self._proven(drawn, named, seed, gradient_limit(torch.float32))
+            error = self._computed(lambda: check_model_gradient(drawn, named, seed, gradient_limit(torch.float32)))
             exact = Directions(named, seed)
         if any(".experts." in name for name in named):
             # Rounding may send a token to another expert, which then gets its gradient.
@@ -154,24 +231,27 @@ class ModelGradient:
         with self._gradients(policy, chosen, factors, exact.named):
             return exact.distance()
 
-    def _proven(
-        self, drawn: Drawn, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...], limit: float
-    ) -> float | None:
+    def _computed(self, compute: Callable[[], float | None]) -> float | None:
+        """What is computed; None if it says nothing, or if an operation refuses a wide dtype. Then `_unproven` has the reason."""
+        self._unproven = ""
         try:
-            error = check_model_gradient(drawn, named, seed, limit)
+            found = compute()
         except ProofError:
             raise
-        except Exception as trouble:  # noqa: BLE001 - a kernel of any library may refuse float64 in its own way
-            self._say(f"a forward in float64 fails ({type(trouble).__name__}: {str(trouble)[:200]})")
+        except Exception as trouble:
+            if not refuses_a_dtype(trouble):
+                raise
+            self._unproven = self._say(f"a forward in float64 fails ({type(trouble).__name__}: {str(trouble)[:200]})")
             return None
-        if error is None:
-            self._say("finite differences of its forward depend on the step")
-        return error
+        if found is None:
+            self._unproven = self._say("finite differences of its forward depend on the step")
+        return found
 
-    def _say(self, why: str) -> None:
+    def _say(self, why: str) -> str:
         if why not in self._told:
             self._told.add(why)
             _logger.warning(f"the model's backward is not proven at this step: {why}")
+        return why
 
     def _gradients(
         self,
@@ -218,11 +298,44 @@ class _Gradients:
                 total = total + (scores.entropies * factors[1]).sum()
             if scores.values is not None:
                 total = total + (scores.values * factors[2]).sum()
-            total.backward()
+            self._policy.backward(total)
 
     def __exit__(self, *error: object) -> None:
         for parameter in self._named.values():
             parameter.grad = None
+
+
+def _not_provable(policy: Policy, named: Mapping[str, torch.nn.Parameter]) -> str:
+    """Why the backward of a policy is never proven; empty if it is."""
+    if sharded(policy.model) is not None:
+        return "a sharded model has no float64 copy on one rank"
+    if any(is_quantised(p) for p in policy.model.parameters()):
+        return "with 4-bit weights the kernels of a library compute, in few digits"
+    if any("lora_magnitude_vector" in name for name in named):
+        return "DoRA's backward takes a norm of the weights as constant, on purpose, so it is not the true gradient"
+    return ""
+
+
+def refuses_a_dtype(trouble: Exception) -> bool:
+    """Whether a kernel refuses a dtype, as each library does in its own way. A fault of the device or of its memory is another."""
+    if isinstance(trouble, NotImplementedError) or type(trouble).__module__.startswith("triton"):
+        return True
+    text = str(trouble).lower()
+    of_device = "device" in text or "cuda" in text or "out of memory" in text
+    return isinstance(trouble, (RuntimeError, TypeError, ValueError)) and not of_device
+
+
+@contextmanager
+def _set_aside(named: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+    """A context in which no tensor holds a gradient. At its end every tensor has its own again."""
+    kept = {name: p.grad for name, p in named.items()}
+    for parameter in named.values():
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for name, parameter in named.items():
+            parameter.grad = kept[name]
 
 
 def _pair(sequences: Sequence[TrainingSequence], draws: np.random.Generator) -> list[TrainingSequence]:
@@ -244,18 +357,4 @@ def _cut(sequence: TrainingSequence) -> TrainingSequence:
         sequence.behaviour_logps[:kept],
         sampled=None if sequence.sampled is None else sequence.sampled[:size],
         kept_ids=None if sequence.kept_ids is None else sequence.kept_ids.part(0, kept),
-    )
-
-
-def _completion(sequence: TrainingSequence) -> Completion:
-    count = len(sequence.completion_ids)
-    return Completion(
-        RequestKey(sequence.name, 0),
-        sequence.prompt_ids,
-        sequence.completion_ids,
-        filled(0.0, count),
-        whole_numbers([0] * count),
-        "length",
-        sequence.sampled,
-        sequence.kept_ids,
     )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,11 @@ from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.parity.step.advantages import AdvantageProof
 from lockstep.parity.step.forward import check_plain
 from lockstep.parity.step.learned import SampledTokens
+from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.objective import TokenBatch
+from lockstep.training.step.checked_part import CheckedPart
 from lockstep.training.step.expected import check_batch, check_still
 from lockstep.training.step.learned import check_aside, check_entering
 
@@ -77,11 +81,21 @@ class StepProofs:
         expected: the advantages and weights that enter the loss; None: the method has no definition.
         sampled: the tokens that enter the loss; None: nothing is compared, as where a loss is computed outside a run.
         again: a completion whose forward is repeated; None: other proofs cover every token of this forward.
+        part: the part of the step whose gradient is checked; None: none is checked at this step.
     """
 
     expected: AdvantageProof | None = None
     sampled: SampledTokens | None = None
     again: PlainForward | None = None
+    part: CheckedPart | None = None
+
+    def cuts(self, sequences: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:
+        """The sequences of a micro-batch with a gradient, cut so that a checked part has packs of its own."""
+        return [list(sequences)] if self.part is None else self.part.split(sequences)
+
+    def watched(self, pack: Pack, scores: TokenScores) -> AbstractContextManager[None]:
+        """A context for the loss and the backward of a pack."""
+        return nullcontext() if self.part is None else self.part.watch(pack, scores)
 
     def check_part(self, part: int, sequences: Sequence[TrainingSequence]) -> None:
         """Check that a micro-batch has its own completions.

@@ -192,7 +192,7 @@ def _learn(
     learned: list[tuple[TokenBatch, TokenScores]] = []
     flow = LossGradient(objective)
     with clock.phase("forward_backward"):
-        for pack in policy.packs(moving, config):
+        for pack in (pack for own in proofs.cuts(moving) for pack in policy.packs(own, config)):
             with policy.learning():
                 scores = policy.score(
                     pack,
@@ -205,11 +205,12 @@ def _learn(
                 batch = TokenBatch.of(pack, scores)
                 proofs.check_loss(batch)
                 flow.watch(batch)
-                loss = objective.loss(batch, sums.tally)
-                if router is not None and scores.routing is not None:
-                    loss = loss + router.share(scores.routing, sums.tally)
-                sums.loss += loss.item()
-                policy.backward(loss)
+                with proofs.watched(pack, scores):
+                    loss = objective.loss(batch, sums.tally)
+                    if router is not None and scores.routing is not None:
+                        loss = loss + router.share(scores.routing, sums.tally)
+                    sums.loss += loss.item()
+                    policy.backward(loss)
             learned.append((batch, scores))
             if proofs.repeats(batch):
                 repeated.append(batch)
@@ -293,24 +294,31 @@ class OptimizerStep:
             for s, part in zip(sequences, cut(logps.float().cpu().numpy(), [s.length for s in sequences]), strict=True)
         }
 
-    def finish(self, prove: Callable[[UpdateSums], None], trained: Sequence[torch.nn.Parameter]) -> UpdateSums:
+    def finish(
+        self,
+        prove: Callable[[UpdateSums], None],
+        trained: Sequence[torch.nn.Parameter],
+        check: Callable[[], None] = lambda: None,
+    ) -> UpdateSums:
         """Do everything between the last backward and the optimizer. Every rank must call this.
 
         Args:
             prove: raises if the step's sums fail a proof. It runs on the rank that holds the engine.
             trained: the trained parameters. Their gradients become those of the whole step.
+            check: raises if something is wrong on this rank.
 
         Returns:
             The sums over all ranks.
 
         Raises:
-            ProofError: as raised by `prove`.
+            ProofError: as raised by `prove`, or by `check` on any rank.
             LockstepError: a rank could not learn from its part.
         """
 
         def offer() -> dict[str, Any]:
             if self._failure is not None:
                 raise self._failure
+            check()
             return self._sums.data()
 
         def work(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,19 +1,21 @@
-"""Faults of the model's own backward: B1 to B4. Every score of the forward stays right.
+"""Faults of the model's own backward: B1 to B7. Every score of the forward stays right.
 
-A run is checked at its first step. A stage has passed that step, so each fault makes its next step a first one.
+B1 to B4 are there when a run begins. A stage has passed its first step, so each of them makes its next step a first one. B5 to B7
+appear later, when only a part of every tenth step is checked. Here a part of every step is.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 import lockstep.training.forward.token_logps as scoring
+from lockstep.models.adapters import causal_model
 from lockstep.training.step import model_gradient
 from lockstep.verify.faults.seams import Fault, Patch
 from lockstep.verify.stage import Stage
@@ -69,21 +71,69 @@ def _layer_zeroed(stage: Stage) -> Patch:
     return _hooked([p.register_hook(torch.zeros_like) for p in layer.parameters() if p.requires_grad])
 
 
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, *flows: torch.Tensor) -> torch.Tensor:
+        return -flows[0]
+
+
+def _trunk_reversed(stage: Stage) -> Patch:
+    def reversed_flow(module: torch.nn.Module, given: Any, made: Any) -> Any:
+        made.last_hidden_state = _Reversed.apply(made.last_hidden_state)
+        return made
+
+    return _hooked([causal_model(stage.model).base_model.register_forward_hook(reversed_flow)])
+
+
+def _parameters_reversed(stage: Stage) -> Patch:
+    return _hooked([p.register_hook(torch.neg) for p in stage.model.parameters() if p.requires_grad])
+
+
+def _gradients_reversed(stage: Stage) -> Patch:
+    accelerator = stage.trainer.accelerator
+    real = accelerator.backward
+
+    def backward(loss: torch.Tensor, **more: Any) -> None:
+        real(loss, **more)
+        for parameter in stage.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.neg_()
+
+    return patch.object(accelerator, "backward", backward)
+
+
 def _needs_logits(stage: Stage) -> str:
     filtered = stage.trainer.proofs.distribution.sampling.is_filtered
     return "the run's filters leave no row of logits whose sum has a gradient" if filtered else ""
 
 
 def _fault(id: str, what: str, inject: Callable[[Stage], Patch], needs: Callable[[Stage], str]) -> Fault:
+    """A fault that is there when a run begins, so that its hooks are taken for the user's."""
+
     @contextmanager
-    def checked_at_every_step(stage: Stage) -> Iterator[None]:
-        # A check sees a drawn direction, in which a fault may by chance be small. In a run, further checks come when the clock
-        # allows; here each step has one.
+    def at_the_first_step(stage: Stage) -> Iterator[None]:
+        # A check sees a drawn direction, in which a fault may by chance be small. Here every step has one.
         stage.trainer.loop.model_gradient.forget()
-        with patch.object(model_gradient, "SHARE", math.inf), inject(stage):
+        with _taken(stage, inject):
             yield
 
-    return Fault(id, what, checked_at_every_step, needs)
+    return Fault(id, what, at_the_first_step, needs)
+
+
+@contextmanager
+def _taken(stage: Stage, inject: Callable[[Stage], Patch]) -> Iterator[None]:
+    """A context with a fault whose hooks and functions are noted, so that no other proof stops the run for them."""
+    hooks = stage.trainer.loop.hooks
+    try:
+        with patch.object(model_gradient, "EVERY", 1), inject(stage):
+            hooks.note()
+            yield
+    finally:
+        hooks.note()
 
 
 FAULTS = (
@@ -91,4 +141,9 @@ FAULTS = (
     _fault("B2", "log-softmax without its sum in the backward", _without_normaliser, _needs_logits),
     _fault("B3", "half of the gradient of attention", _attention_halved, _needs("o_proj")),
     _fault("B4", "no gradient in the weights of one layer", _layer_zeroed, lambda stage: ""),
+    Fault("B5", "a hook reverses all gradients, from a later step on", _parameters_reversed),
+    Fault(
+        "B6", "the gradient of all layers is reversed, from a later step on", partial(_taken, inject=_trunk_reversed)
+    ),
+    Fault("B7", "a backward reverses .grad, from a later step on", partial(_taken, inject=_gradients_reversed)),
 )

@@ -214,6 +214,16 @@ class Proofs:
             {"kind": "optimizer", "step": step, **groups, "changes": [change.line() for change in changes]}
         )
 
+    def note_unproven(self, step: int, proof: str, why: str) -> None:
+        """Write into the receipt that a proof could not be made at a step, and why."""
+        if self._receipt is not None:
+            self._receipt.append({"kind": "unproven", "step": step, "proof": proof, "why": why})
+
+    def note_taken(self, step: int, taken: Sequence[str]) -> None:
+        """Write into the receipt which hooks and functions of the user's stand in the way of the model's backward."""
+        if self._receipt is not None:
+            self._receipt.append({"kind": "hooks", "step": step, "taken": list(taken)})
+
     def note_checkpoint(self, step: int, digests: str) -> None:
         """Write a checkpoint's digest into the receipt. The checkpoint no longer fits a receipt that is cut or rewritten."""
         assert self._receipt is not None

@@ -139,6 +139,7 @@ class StepHooks(Trainer):
         self.loop.update_proof = update_proof(self)
         self._freeze()
         self.source.start(Path(self.args.output_dir or "."), self.state.global_step, self.inputs)
+        self._note_hooks(self.state.global_step)
         self.clock.take()
 
     def before_update(self) -> None:
@@ -147,6 +148,7 @@ class StepHooks(Trainer):
             self.ranks.share("loaded", loaded.check)
             self._loaded = None
         self._note_optimizer(self.state.global_step + 1)
+        self._note_hooks(self.state.global_step + 1)
         self.loop.before_update()
 
     def after_update(self) -> None:
@@ -187,6 +189,12 @@ class StepHooks(Trainer):
         if used_up and self.ranks.owner:
             _logger.info(f"training ends at step {self.state.global_step}: too few prompts are left unsolved")
         return not used_up
+
+    def _note_hooks(self, step: int) -> None:
+        """Write into receipt and log which hooks and functions of the user's were taken."""
+        if (taken := self.loop.hooks.news()) and self.ranks.owner:
+            self.source.proofs.note_taken(step, taken)
+            _logger.warning(f"in the way of the model's forward and backward since step {step}: {'; '.join(taken[:5])}")
 
     def _freeze(self) -> None:
         """Note the weights that must stay as they are: those of the reference, and those under an adapter."""
