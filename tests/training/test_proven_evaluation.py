@@ -19,6 +19,7 @@ from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.tokens.arrays import reals
 from lockstep.training.generate.proofs.evaluation import drawn_sequences
+from lockstep.training.step.generation import sequences_of
 from lockstep.training.trainers.online import OnlineTrainer
 
 HELD_OUT = Dataset.from_dict({"prompt": [f"how much is {i} - 1" for i in range(5)], "answer": list(range(5))})
@@ -60,11 +61,11 @@ def groups_of(problems: int, samples: int) -> list[RolloutGroup]:
 
 
 def test_of_a_large_evaluation_a_quarter_is_drawn_anew_each_time() -> None:
-    groups = groups_of(100, 4)
-    first, again, later = ([s.name for s in drawn_sequences(groups, version, 1)] for version in (0, 0, 1))
+    every = sequences_of(groups_of(100, 4), 0)
+    first, again, later = ([s.name for s in drawn_sequences(every, version, 1)] for version in (0, 0, 1))
     assert len(first) == len(set(first)) == 100
     assert first == again != later
-    assert len(drawn_sequences(groups_of(20, 4), 0, 1)) == 64
+    assert len(drawn_sequences(sequences_of(groups_of(20, 4), 0), 0, 1)) == 64
 
 
 def sampled_otherwise(run: OnlineTrainer, change: Callable[[list[RolloutGroup]], list[RolloutGroup]]) -> Any:

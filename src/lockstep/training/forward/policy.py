@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -115,16 +115,37 @@ def _freeze_vision_tower(policy: PreTrainedModel) -> None:
 
 
 def _adopt_attention(model: PreTrainedModel, args: OnlineConfig) -> None:
-    if model.config._attn_implementation == ASKED:
+    asked = model.config._attn_implementation
+    if _is_flash(asked):
+        _tell_of_flash(asked, args)
+        model.set_attn_implementation("sdpa")
+    if asked == ASKED:
         adopt_flex_attention(model, args.device, torch.bfloat16 if args.bf16 else model.dtype)
     else:
         adopt_tree_attention(model)
+
+
+def _is_flash(asked: Any) -> TypeGuard[str]:
+    """Whether an `attn_implementation` is FlashAttention of some version or source."""
+    return isinstance(asked, str) and "flash" in asked.lower().replace("-", "_")
+
+
+def _tell_of_flash(asked: str, args: OnlineConfig) -> None:
+    if args.process_index == 0:
+        advice = "" if args.device.type == "cpu" else "; flex_attention is the fast one for them on a GPU"
+        _logger.warning(
+            f"attn_implementation={asked} becomes sdpa, which computes the same attention: completions share their prompt "
+            f"in a pack, and FlashAttention has no mask for that{advice}"
+        )
 
 
 def _init_kwargs(args: OnlineConfig, quantization_config: Any, peft_config: Any) -> dict[str, Any]:
     given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     # The path is already that of the revision.
     given.pop("revision", None)
+    if _is_flash(asked := given.get("attn_implementation")):
+        _tell_of_flash(asked, args)
+        given["attn_implementation"] = "sdpa"
     if quantization_config is not None:
         if "quantization_config" in given:
             raise InputError(

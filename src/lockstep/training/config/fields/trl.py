@@ -36,18 +36,25 @@ ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-# Fields of TrainingArguments that Lockstep's step does not use, or that would break it, with the only supported value.
-UNSUPPORTED: dict[str, object] = {
-    "fp16": False,
-    "auto_find_batch_size": False,
-    "ignore_data_skip": False,
-    "parallelism_config": None,
-    "remove_unused_columns": False,
-    "dataloader_drop_last": True,
-    "torch_compile": False,
-    "label_smoothing_factor": 0.0,
-    "neftune_noise_alpha": None,
-    "train_sampling_strategy": "random",
+# Fields of TrainingArguments that Lockstep's step does not use, or that would break it: the only supported value, and the reason.
+UNSUPPORTED: dict[str, tuple[object, str]] = {
+    "fp16": (
+        False,
+        "float16 needs a loss scaler, which multiplies the gradients that the proofs compare and leaves out steps; use bf16, or "
+        "neither for float32",
+    ),
+    "auto_find_batch_size": (
+        False,
+        "the batch is a part of the method; lower token_budget instead, which changes no result",
+    ),
+    "ignore_data_skip": (False, "a resumed run would get other prompts than the run without a break"),
+    "parallelism_config": (None, "use FSDP2 or DeepSpeed (docs/guides/sharding.md)"),
+    "remove_unused_columns": (False, "reward functions get all columns"),
+    "dataloader_drop_last": (True, "a generation is always whole"),
+    "torch_compile": (False, "a compiled forward has not been compared with the engine"),
+    "label_smoothing_factor": (0.0, "it has no meaning for these losses"),
+    "neftune_noise_alpha": (None, "the engine has no such noise"),
+    "train_sampling_strategy": ("random", "use shuffle_dataset"),
 }
 
 _SAMPLED = "an evaluation samples with the engine, in the engine's dtype"
@@ -76,8 +83,9 @@ def refuse_unsupported(name: str, given: Any) -> None:
     Raises:
         InputError: the value is not supported.
     """
-    if given != UNSUPPORTED[name]:
-        raise InputError(f"{name}={given!r} is not supported yet; only {UNSUPPORTED[name]!r} is")
+    value, why = UNSUPPORTED[name]
+    if given != value:
+        raise InputError(f"{name}={given!r} is not supported, only {value!r} is: {why}")
 
 
 def refuse_other_value(name: str, given: Any) -> None:
