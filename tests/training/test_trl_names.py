@@ -130,7 +130,9 @@ def test_reward_weights_change_the_rewards_of_the_next_generation(
 
     fields = {**GROUPS, "max_steps": 3, "multi_objective_aggregation": "normalize_then_sum"}
     rewards = [by_length, short]
-    run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=rewards, callbacks=[At(1, lambda: change())])
+    run = make(
+        "GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=rewards, callbacks=[At(1, lambda: change())]
+    )
     run.train()
     first, second, _ = logs(run)
     both = first["rewards/by_length/mean"] + first["rewards/short/mean"]
@@ -175,53 +177,6 @@ def test_what_is_printed_can_be_changed(
     run.train()
     assert "what is" in capsys.readouterr().out
     assert (run.log_completions, run.num_completions_to_print, run.log_unique_prompts) == (True, 1, True)
-
-
-class Judged:
-    def reset(self, **_: Any) -> None:
-        """Begin."""
-
-    def get_reward(self) -> float:
-        return 1.0
-
-    def look(self) -> str:
-        """Look."""
-        return "nothing"
-
-
-class Coroutine(Judged):
-    async def get_reward(self) -> float:  # type: ignore[override]
-        return 2.0
-
-
-class Plain:
-    def reset(self, **_: Any) -> None:
-        """Begin."""
-
-
-def test_the_environments_own_reward_stands_behind_the_functions(
-    untied_dir: str, tmp_path: Path, hf_engine: Engine
-) -> None:
-    data = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]] * 4, "environment": ["a", "b", "c", "d"]})
-    kinds = {"a": Judged, "b": Plain, "c": Judged, "d": Coroutine}
-    fields = {**GROUPS, "reward_weights": [0.5], "max_steps": 1, "learning_rate": 1e-6}
-    run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, train_dataset=data, environment_factory=kinds)
-    assert run.reward_func_names == ["by_length", "Judged", "Coroutine"]
-    assert run.reward_weights.tolist() == [0.5, 1.0, 1.0]
-    assert run.reward_processing_classes == [None] * 3
-    assert run.reward_funcs[0] is by_length
-    assert run.reward_funcs[1](environments=[Judged(), Plain(), Coroutine()]) == [1.0, None, None]
-    assert run.reward_funcs[2](environments=[Judged(), Plain(), Coroutine()]) == [None, None, 2.0]
-    assert [method.__name__ for method in run.tools] == ["look", "look", "look"]
-    assert list(run.environment_factories) == ["a", "b", "c", "d"]
-    run.reward_weights = [0.5, 0.0, 3.0]
-    run.train()
-    scores = [r for group in run.loop.generation.groups for r in group.rollouts]
-    for rollout in scores:
-        own = [rollout.scores[name] for name in ("by_length", "Judged", "Coroutine")]
-        assert rollout.reward == pytest.approx(sum(w * s for w, s in zip([0.5, 0.0, 3.0], own, strict=True) if s is not None))
-    assert {rollout.scores["Coroutine"] for rollout in scores} | {1.0} >= {1.0}
-    run.close()
 
 
 def test_a_reward_model_stands_for_itself_beside_its_tokenizer(
@@ -296,7 +251,10 @@ def test_the_model_card_names_the_data_and_the_method(
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"importance_sampling_level": "sequence"}, "dapo sums tokens, which weights each sequence by its completion length"),
+        (
+            {"importance_sampling_level": "sequence"},
+            "dapo sums tokens, which weights each sequence by its completion length",
+        ),
         ({"loss_type": "luspo"}, "LUSPO's paper has ratios per completion"),
         ({"importance_sampling_level": "sequence", "loss_type": "vespo"}, "VESPO weighs completions itself"),
         ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, ""),

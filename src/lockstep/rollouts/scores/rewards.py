@@ -89,7 +89,7 @@ def check_weights(weights: Sequence[float], functions: int) -> None:
     """
     if len(weights) != functions:
         raise InputError(
-            f"reward_weights has {len(weights)} entries, which must match number of reward functions ({functions})"
+            f"reward_weights has {len(weights)} entries for {functions} reward functions; the numbers must match"
         )
 
 

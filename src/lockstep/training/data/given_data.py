@@ -10,6 +10,7 @@ resumed exactly.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +21,8 @@ from datasets import Dataset, IterableDataset
 from lockstep.errors import InputError
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.data.prompts import check_dataset, datasets_of_environment
+
+_logger = logging.getLogger(__name__)
 
 # The name of the prompts of a single evaluation set. Those of a set called `math` are named `eval/math`.
 SINGLE = "eval"
@@ -72,9 +75,11 @@ def check_dispatch(train: Any, evaluation: Any, config: OnlineConfig) -> None:
         InputError: a stream is given, and the config asks for `dispatch_batches=True`. TRL refuses it, in these words.
     """
     several = evaluation.values() if isinstance(evaluation, Mapping) else [evaluation]
-    if not any(isinstance(data, IterableDataset) for data in (train, *several)):
-        return
     asked: Any = config.accelerator_config
+    if not any(isinstance(data, IterableDataset) for data in (train, *several)):
+        if asked.dispatch_batches and config.process_index == 0:
+            _logger.warning("dispatch_batches=True has no effect here: every rank reads all rows before training begins")
+        return
     if asked.dispatch_batches:
         raise InputError(
             "Iterable datasets require `dispatch_batches=False`, but it is set to `True` in `accelerator_config`: leave it out"

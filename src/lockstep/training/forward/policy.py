@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,7 +25,7 @@ from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_toke
 from lockstep.training.config.interruption import check_end_of_thinking
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.attention.flex_attention import ASKED, adopt_flex_attention
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention, is_flash
 
 _logger = logging.getLogger(__name__)
 
@@ -116,18 +116,12 @@ def _freeze_vision_tower(policy: PreTrainedModel) -> None:
 
 def _adopt_attention(model: PreTrainedModel, args: OnlineConfig) -> None:
     asked = model.config._attn_implementation
-    if _is_flash(asked):
+    if is_flash(asked):
         _tell_of_flash(asked, args)
-        model.set_attn_implementation("sdpa")
     if asked == ASKED:
         adopt_flex_attention(model, args.device, torch.bfloat16 if args.bf16 else model.dtype)
     else:
         adopt_tree_attention(model)
-
-
-def _is_flash(asked: Any) -> TypeGuard[str]:
-    """Whether an `attn_implementation` is FlashAttention of some version or source."""
-    return isinstance(asked, str) and "flash" in asked.lower().replace("-", "_")
 
 
 def _tell_of_flash(asked: str, args: OnlineConfig) -> None:
@@ -143,7 +137,7 @@ def _init_kwargs(args: OnlineConfig, quantization_config: Any, peft_config: Any)
     given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     # The path is already that of the revision.
     given.pop("revision", None)
-    if _is_flash(asked := given.get("attn_implementation")):
+    if is_flash(asked := given.get("attn_implementation")):
         _tell_of_flash(asked, args)
         given["attn_implementation"] = "sdpa"
     if quantization_config is not None:

@@ -6,7 +6,6 @@ sampling policy is 1. Therefore a method that needs neither a reference model no
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,8 +48,6 @@ def loss_alone(
     Returns:
         `loss`, and the method's figures by name.
     """
-    # A method keeps figures of the generation that it learns from. An evaluation must not replace them.
-    objective = copy.copy(objective)
     ready = [_with_scores(s, scored) for s in sequences]
     if objective.kl_in_reward:
         logps = preparation.reference_logps(policy, ready, groups, version)

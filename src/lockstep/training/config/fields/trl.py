@@ -58,7 +58,7 @@ UNSUPPORTED: dict[str, tuple[object, str]] = {
 }
 
 _SAMPLED = "an evaluation samples with the engine, in the engine's dtype"
-_NO_LOSS = "an evaluation samples, and computes no loss"
+_NO_OUTPUTS = "an evaluation samples, and gathers no outputs of the model"
 _UNWRAPPED = "the model is not wrapped by DistributedDataParallel"
 
 # Fields without an effect here: the value that the rest of the code sees, and the reason.
@@ -67,11 +67,11 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "pad_to_multiple_of": ("auto", "nothing is padded"),
     "bf16_full_eval": (False, _SAMPLED),
     "fp16_full_eval": (False, _SAMPLED),
-    "prediction_loss_only": (False, _NO_LOSS),
-    "eval_accumulation_steps": (None, _NO_LOSS),
-    "eval_do_concat_batches": (True, _NO_LOSS),
-    "include_for_metrics": ([], _NO_LOSS),
-    "batch_eval_metrics": (False, _NO_LOSS),
+    "prediction_loss_only": (False, _NO_OUTPUTS),
+    "eval_accumulation_steps": (None, _NO_OUTPUTS),
+    "eval_do_concat_batches": (True, _NO_OUTPUTS),
+    "include_for_metrics": ([], _NO_OUTPUTS),
+    "batch_eval_metrics": (False, _NO_OUTPUTS),
     "ddp_bucket_cap_mb": (None, _UNWRAPPED),
     "ddp_find_unused_parameters": (None, _UNWRAPPED),
 }
