@@ -184,7 +184,7 @@ def test_a_section_that_is_switched_off_is_taken() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"),
+        ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "7"),
         ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu"),
         ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme"),
         ("ACCELERATE_GRADIENT_CLIPPING", "much"),

@@ -98,6 +98,7 @@ def test_numbers_of_the_loss_change_it_from_the_next_step_on_and_after_a_resume(
 
     def change() -> None:
         run.beta, run.epsilon_low, run.epsilon_high, run.entropy_coef = 40.0, 0.1, 0.4, 0.02
+        run.reward_weights = [2.0]
 
     run = make("GRPO", untied_dir, tmp_path / "a", hf_engine, fields, callbacks=[At(2, lambda: change())])
     run.train()
@@ -110,10 +111,11 @@ def test_numbers_of_the_loss_change_it_from_the_next_step_on_and_after_a_resume(
     assert changed[2] > 2 * unchanged[2]
     assert (run.beta, run.epsilon_low, run.epsilon_high, run.entropy_coef) == (40.0, 0.1, 0.4, 0.02)
     assert changes_of(tmp_path / "a") == [
-        (2, "beta", 40.0), (2, "epsilon", 0.1), (2, "epsilon_high", 0.4), (2, "entropy_coef", 0.02),
+        (2, "beta", 40.0), (2, "epsilon", 0.1), (2, "epsilon_high", 0.4), (2, "entropy_coef", 0.02), (2, "reward_weights", [2.0]),
     ]  # fmt: skip
     again = make("GRPO", untied_dir, tmp_path / "a", hf_engine, fields)
     again.train(resume_from_checkpoint=True)
+    assert again.reward_weights.tolist() == [2.0]
     assert (again.beta, again.epsilon_low, again.epsilon_high, again.entropy_coef) == (40.0, 0.1, 0.4, 0.02)
     assert logs(again)[-1] == logs(run)[-1]
 

@@ -11,6 +11,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from lockstep.errors import InputError
 from lockstep.parity.user_settings import SettingsProof
 from lockstep.rollouts.scores.rewards import RewardScorer, Scorer
@@ -27,16 +29,22 @@ class Changes:
 
     Attributes:
         made: the changes that a resumed run must make again, by field of the config.
+        weights: (K,) weights of the K rewards, which a user may write into; empty with a judge.
     """
 
     def __init__(self, objective: Objective, scorer: Scorer, settings: SettingsProof) -> None:
         self._objective, self._scorer, self._settings = objective, scorer, settings
         self.made: dict[str, Any] = {}
+        self.weights = torch.tensor(self._used_weights, dtype=torch.float32)
 
     @property
-    def weights(self) -> list[float]:
-        """(K,) weights of the K rewards; empty with a judge."""
+    def _used_weights(self) -> list[float]:
         return list(self._scorer.weights) if isinstance(self._scorer, RewardScorer) else []
+
+    @property
+    def weights_differ(self) -> bool:
+        """Whether a user has written into the weights since they were taken."""
+        return self.weights.tolist() != torch.tensor(self._used_weights, dtype=torch.float32).tolist()
 
     def make(self, field: str, value: Any) -> Any:
         """Change a field. Returns its earlier value.
@@ -47,7 +55,7 @@ class Changes:
         before: Any
         made: Any
         if field == "reward_weights":
-            before, made = self.weights, self._reweigh(value)
+            before, made = self._used_weights, self._reweigh(value)
         else:
             made = _number(field, value)
             before = self._entropy_coef(made) if field == "entropy_coef" else self._set(field, made)
@@ -96,13 +104,15 @@ class Changes:
             weights = [float(weight) for weight in value]
         except (TypeError, ValueError) as error:
             raise InputError(f"reward_weights={value!r:.80}; it must be a list of numbers") from error
-        if not weights or len(weights) != len(self.weights) or not all(map(math.isfinite, weights)):
+        count = len(self._used_weights)
+        if not weights or len(weights) != count or not all(map(math.isfinite, weights)):
             raise InputError(
-                f"reward_weights={weights}; this run takes one finite number for each of its {len(self.weights)} rewards"
+                f"reward_weights={weights}; this run takes one finite number for each of its {count} rewards"
             )
         assert isinstance(self._scorer, RewardScorer)
         self._scorer.weights[:] = weights
         self._objective.config.reward_weights = weights
+        self.weights = torch.tensor(weights, dtype=torch.float32)
         self._settings.wanted = replace(self._settings.wanted, reward_weights=tuple(weights))
         return weights
 

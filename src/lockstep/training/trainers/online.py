@@ -235,7 +235,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.rows = {part: len(prompts) for part, prompts in rows.items() if prompts}
         self._seen = {name: self.count_seen(prompts) for name, prompts in self._eval_prompts.items()}
         self.changes = Changes(self.objective, scorer, self.settings)
-        self._weights = torch.tensor(self.changes.weights, dtype=torch.float32)
         moving = self.reference if follows else None
         self._method_state = MethodState(self.objective, moving, self.critic, self._order, self.changes)
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from transformers import GenerationConfig, Trainer
 
@@ -95,8 +94,6 @@ class TRLNames(Trainer):
     _given: dict[str, Any]
     # Ids that end a completion.
     _end_ids: tuple[int, ...]
-    # The (K,) weights that were handed out. A user may write into them.
-    _weights: torch.Tensor
     # Figures that a callback or a reward function adds to the next evaluation.
     _eval_notes: dict[str, list[float]]
 
@@ -119,7 +116,7 @@ class TRLNames(Trainer):
         instead="give reward_processing_classes",
     )
     # (K,) weights of the K rewards.
-    reward_weights = Attribute(lambda t: t._weights, write=lambda t, value: t.change("reward_weights", value))
+    reward_weights = Attribute(lambda t: t.changes.weights, write=lambda t, value: t.change("reward_weights", value))
 
     # ---- sampling ---------------------------------------------------------------------------------------------------
 
@@ -308,8 +305,6 @@ class TRLNames(Trainer):
             InputError: the run cannot use the value.
         """
         before = self.changes.make(field, value)
-        if field == "reward_weights":
-            self._weights = torch.tensor(self.changes.weights, dtype=torch.float32)
         now = self.changes.made.get(field, before)
         if self.ranks.owner and now != before:
             _logger.info(f"{field} is now {now}, and was {before}: the run has set it at the trainer")
@@ -317,8 +312,8 @@ class TRLNames(Trainer):
 
     def take_weights(self) -> None:
         """Use the weights that a user has written into `reward_weights`, from the next generation on."""
-        if self._weights.tolist() != torch.tensor(self.changes.weights, dtype=torch.float32).tolist():
-            self.change("reward_weights", self._weights.tolist())
+        if self.changes.weights_differ:
+            self.change("reward_weights", self.changes.weights.tolist())
 
     def _set_log(self, field: str, value: Any) -> None:
         """Change what is printed from the next log on."""
