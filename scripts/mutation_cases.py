@@ -1549,7 +1549,12 @@ MUTATIONS = [
         "tests/algorithms/test_segments.py",
     ),
     _of(GENERATION, "a masked completion learns", "0 if objective.is_masked(r) else s.length", "s.length"),
-    _of(GENERATION, "one normalisation for all steps", "len(advantaged), per_step):", "len(advantaged), len(advantaged)):"),
+    _of(
+        GENERATION,
+        "one normalisation for all steps",
+        "len(advantaged), per_step):",
+        "len(advantaged), len(advantaged)):",
+    ),
     # packing, attention and gradients
     Mutation(
         "a token predicted from itself",
