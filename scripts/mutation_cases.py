@@ -145,6 +145,13 @@ DRAWN_SETS = ("training/step/drawn_rows.py", "tests/parity/test_kept_sets.py")
 ASIDE = ("training/step/generation.py", "tests/training/test_groups_aside.py")
 ASIDE_STEP = ("training/step/update.py", "tests/training/test_groups_aside.py")
 ASIDE_SUMS = ("training/step/update_sums.py", "tests/training/test_groups_aside.py")
+NAMES = "tests/training/test_trl_names.py"
+CHANGED = (
+    "training/run_files/changes.py",
+    f"{NAMES}::test_numbers_of_the_loss_change_it_from_the_next_step_on_and_after_a_resume",
+)
+WEIGHED = ("training/run_files/changes.py", f"{NAMES}::test_reward_weights_change_the_rewards_of_the_next_generation")
+LOSS_ALONE = ("training/step/loss_alone.py", "tests/training/test_proven_evaluation.py")
 EVALUATED = ("training/generate/proofs/evaluation.py", "tests/training/test_proven_evaluation.py")
 PLACE = ("training/run_files/run_directory.py", STATE)
 CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
@@ -994,8 +1001,8 @@ MUTATIONS = [
     Mutation(
         "a loss that is averaged over each micro-batch",
         "training/step/generation.py",
-        """    for start in range(0, len(advantaged), config.completions_per_step):
-        step = torch.arange(start, min(start + config.completions_per_step, len(advantaged)))
+        """    for start in range(0, len(advantaged), per_step):
+        step = torch.arange(start, min(start + per_step, len(advantaged)))
 """,
         """    for start in range(0, len(advantaged), config.completions_per_micro_batch):
         step = torch.arange(start, min(start + config.completions_per_micro_batch, len(advantaged)))
@@ -1354,6 +1361,11 @@ MUTATIONS = [
     _of(EVALUATED, "an evaluation of other rows", "for group in groups) != digest:", "for group in groups) == '':"),
     _of(EVALUATED, "an evaluation with other numbers of completions", "    if odd:", "    if False:"),
     _of(EVALUATED, "the same completions at every evaluation", "default_rng((seed, version))", "default_rng(seed)"),
+    _of(LOSS_ALONE, "a loss of an evaluation with the weights of other steps", "ready, per_step=rollouts)", "ready)"),
+    _of(LOSS_ALONE, "a loss without the method's masks", "objective.prepare_step(whole, entropies)", "whole"),
+    _of(CHANGED, "a change that a checkpoint forgets", "            self.made[field] = made", "            pass"),
+    _of(CHANGED, "a change that does nothing", "        setattr(config, field, value)", "        pass"),
+    _of(WEIGHED, "weights that only the definition has", "        self._scorer.weights[:] = weights", "        pass"),
     _of(EVALUATED, "training prompts that count as held out", "in known]", "in known and False]"),
     _of(RECEIPT, "lines that may be removed", 'if body.get("previous") != previous or claimed', "if claimed"),
     _of(RECEIPT, "lines that may be changed", "or claimed != _hash(body):", "or False:"),
@@ -1707,7 +1719,7 @@ MUTATIONS = [
     Mutation(
         "a checkpoint at the end of an epoch is saved without a log",
         "training/run_files/resumable.py",
-        "asked for here.\n        if control.should_save and",
+        "asked for here.\n        if self._may_save(args, control) and",
         "asked for here.\n        if False and",
         "tests/training/test_resumable_saves.py",
     ),
@@ -1754,7 +1766,12 @@ MUTATIONS = [
         "tests/algorithms/test_segments.py",
     ),
     _of(GENERATION, "a masked completion learns", "0 if objective.is_masked(r) else s.length", "s.length"),
-    _of(GENERATION, "one normalisation for all steps", "config.completions_per_step):", "len(advantaged)):"),
+    _of(
+        GENERATION,
+        "one normalisation for all steps",
+        "len(advantaged), per_step):",
+        "len(advantaged), len(advantaged)):",
+    ),
     # packing, attention and gradients
     Mutation(
         "a token predicted from itself",
@@ -2015,9 +2032,9 @@ MUTATIONS = [
     ),
     Mutation(
         "an environment's reward has no weight",
-        "rollouts/scores/rewards.py",
-        "*(1.0 for _ in self.own)",
-        "*(0.0 for _ in self.own)",
+        "rollouts/scores/reward_functions.py",
+        "*(1.0 for _ in own)",
+        "*(0.0 for _ in own)",
         "tests/training/test_tools_in_training.py::test_an_environment_gives_its_reward_under_its_class_beside_the_functions",
     ),
     Mutation(
@@ -2947,8 +2964,8 @@ MUTATIONS = [
     Mutation(
         "ZeRO-2 is taken for ZeRO-3",
         ZERO_SETTINGS[0],
-        "not in (0, 3):",
-        "not in (0, 2, 3):",
+        "return _stage(self.found) == 3",
+        "return _stage(self.found) in (2, 3)",
         ZERO_SETTINGS[1],
     ),
     Mutation(

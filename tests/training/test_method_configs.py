@@ -159,7 +159,7 @@ def test_generations_that_are_used_twice_are_whole_numbers_of_steps(method: str)
         (Dataset.from_dict({"question": ["a"] * 8}), "train dataset has no 'prompt' column, only .*question"),
         (Dataset.from_dict({"prompt": []}), "train dataset is empty"),
         ([{"prompt": "a"}], "must be a datasets.Dataset, got list"),
-        (None, "must be a datasets.Dataset, got NoneType"),
+        (None, "`train_dataset` is required"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_named(method: str, data: Any, message: str) -> None:
@@ -177,7 +177,7 @@ def test_an_evaluation_set_is_checked_as_well(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_rewards_or_weights_of_others_are_named(method: str) -> None:
-    with pytest.raises(InputError, match="no reward function given"):
+    with pytest.raises(InputError, match="No reward source provided"):
         make(method, reward_funcs=None)
     with pytest.raises(InputError, match="neither a function nor a reward model"):
         make(method, reward_funcs=[by_length, 7])
