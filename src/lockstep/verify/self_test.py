@@ -246,19 +246,18 @@ def _verdict(stage: Stage, fault: Fault, attempt: _Attempt, way: str = "") -> Ve
     with _caught() as errors:
         if reason := fault.needs(stage):
             return replace(verdict, skipped=reason)
-        _undo(stage)
+        stage.trainer.proofs.forget_evidence()
         with stage.kept_weights(), injection:
             return replace(attempt(stage, fault, injection), way=way)
     return _failed(verdict, errors[0], "raised " if injection.has_begun else "not injected: ")
 
 
-def _undo(stage: Stage) -> None:
-    """Undo what the fault before has left. Else a proof that stops because of it would be taken for one that catches this fault.
+def _restore(stage: Stage) -> None:
+    """Restore the engine. Else a proof that stops because of the fault before would be taken for one that catches this fault.
 
     Raises:
         LockstepError: the engine does not compute with the model's weights any more.
     """
-    stage.trainer.proofs.forget_evidence()
     with _caught() as errors:
         restore(stage)
     if errors:
@@ -281,6 +280,7 @@ def _verdict_on(fault: Fault) -> Verdict:
 
 def _put_to_the_test(stage: Stage, fault: Fault, injection: _Injection) -> Verdict:
     taken, verdict = 0, _verdict_on(fault)
+    _restore(stage)
     with stage.counted_tokens() as counted:
         injection.begin()
         try:
@@ -337,7 +337,7 @@ def _in_a_run(way: Way, stage: Stage, fault: Fault, injection: _Injection) -> Ve
             )
         except ProofError as error:
             if not injection.has_begun:
-                # Not by the fault, so it is no proof of anything.
+                # The start of the run has proven that the fault before left something, or this is a false alarm.
                 raise
             done = stage.version - way.clean
             return replace(verdict, caught_by=error.check, message=error.found, tokens=counted(), steps=done)
