@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env dev environments train train-agent train-images test test-long test-release mutations lint verify families bench start-up waiting host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer
+.PHONY: env dev environments train train-agent train-images test test-long test-release mutations nightly lint verify families bench start-up waiting host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer
 
 # Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
 # tests, linters and benchmarks need, 1.5 GB more.
@@ -117,8 +117,8 @@ plan:
 tied-head: env
 	@$(BIN)/python examples/tied_head.py $(ARGS)
 
-# Plays somebody who installs the wheel and types every command of README's "Start here". ARGS=--reuse installs the wheel
-# alone, beside the packages of this environment; ARGS=--short does so and takes a minute (.ci/run).
+# Plays somebody who installs the wheel and types every command of README and of the page of the first task, which takes hours.
+# ARGS=--reuse installs the wheel alone, beside the packages of this environment; ARGS=--short does so and takes a minute (.ci/run).
 newcomer: dev
 	@$(BIN)/python scripts/newcomer.py $(ARGS)
 
@@ -153,6 +153,10 @@ test-release: dev
 # Breaks a copy of the source in one place at a time; the tests of that place must fail.
 mutations: dev
 	@$(BIN)/python scripts/mutations.py $(ARGS)
+
+# Whole self-tests, and a sample of the release tests and of the mutations: three hours in all. ARGS="--seed N" draws a sample again.
+nightly: dev
+	@$(BIN)/python scripts/nightly.py $(ARGS)
 
 lint: dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && \

@@ -36,12 +36,16 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 
+def wanted() -> str:
+    """What `.made` says of an environment that is up to date."""
+    return (ROOT / "pyproject.toml").read_text() + Path(__file__).read_text() + LOCK.read_text()
+
+
 def main() -> int:
     """Make the environment, or leave a finished one alone."""
-    wanted = (ROOT / "pyproject.toml").read_text() + Path(__file__).read_text() + LOCK.read_text()
     dev = "--dev" in sys.argv[1:]
     made = DONE.read_text() if DONE.exists() else ""
-    if made == wanted + DEV or (made == wanted and not dev):
+    if made == wanted() + DEV or (made == wanted() and not dev):
         return 0
     if sys.version_info < (3, 11):
         print(f"Lockstep needs Python 3.11 or newer; this is {platform.python_version()}", file=sys.stderr)
@@ -57,7 +61,7 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"making the environment failed at: {' '.join(map(str, error.cmd))}", file=sys.stderr)
         return 1
-    DONE.write_text(wanted + DEV if dev else wanted)
+    DONE.write_text(wanted() + DEV if dev else wanted())
     return 0
 
 

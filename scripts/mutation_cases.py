@@ -3143,4 +3143,32 @@ MUTATIONS = [
         '"auto"',
         "tests/training/test_model_implementations.py::test_a_run_samples_with_the_implementation_of_transformers",
     ),
+    Mutation(
+        "self-test: a fault that raises is a row, and the next faults are injected",
+        "verify/self_test.py",
+        "        errors.append(error)\n",
+        "        raise\n",
+        "tests/faults/test_injected_faults.py::test_a_fault_that_raises_is_a_row_and_the_next_faults_are_injected",
+    ),
+    Mutation(
+        "self-test: a proof that stops because of the fault before has not caught the next one",
+        "verify/self_test.py",
+        "    if errors:\n        raise LockstepError(",
+        "    if False:\n        raise LockstepError(",
+        "tests/faults/test_injected_faults.py::test_what_a_fault_leaves_is_not_taken_for_the_catch_of_the_next_one",
+    ),
+    Mutation(
+        "self-test: an error fails it",
+        "verify/self_test.py",
+        "and not errors and not alarms",
+        "and not alarms",
+        "tests/faults/test_injected_faults.py::test_an_error_fails_the_self_test_and_is_told_in_the_table",
+    ),
+    Mutation(
+        "self-test: a proof that stops a run before the fault begins has not caught it",
+        "verify/self_test.py",
+        "            if not injection.has_begun:\n",
+        "            if False:\n",
+        "tests/faults/test_faults_in_runs.py::test_what_stops_a_run_before_the_fault_begins_has_not_caught_it",
+    ),
 ]

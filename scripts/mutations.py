@@ -5,6 +5,8 @@ case must pass without a fault. Exit code 1: no test caught a fault, or a case n
 
     --only WORD   run only the cases whose file or description contains WORD
     --jobs N      number of cases that run at the same time (2)
+    --seed N      take the cases in an order that the seed draws
+    --seconds S   begin no further cases after this time
     --fit         run nothing; only check that each case still fits the source (`make lint` does)
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -29,6 +32,8 @@ ROOT = Path(__file__).parents[1]
 LIMIT = 900
 # Exit codes of pytest. Any other code (a test cannot be imported, for example) does not prove that a test caught the fault.
 PASSED, FAILED = 0, 1
+# Cases between two looks at the time limit of all.
+PORTION = 10
 STRANGE = 99
 
 
@@ -152,6 +157,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--fit", action="store_true")
     arguments = parser.parse_args()
     cases = [case for case in MUTATIONS if arguments.only in f"{case.file} {case.about}"]
@@ -169,15 +176,24 @@ def main() -> int:
     cases = [case for case in cases if case not in left_out]
     if not cases:
         return 0
+    if arguments.seed is not None:
+        random.Random(arguments.seed).shuffle(cases)
     import_libraries()
     start = time.monotonic()
-    check_unbroken(cases)
-    missed = 0
+    missed = ran = 0
+    # With a time limit, the tests of a few cases are checked and tried at a time.
+    size = len(cases) if arguments.seconds == float("inf") else PORTION
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for case, (verdict, seconds) in zip(cases, pool.map(tried, cases), strict=True):
-            missed += verdict != "caught"
-            print(f"{seconds:6.1f} s  {verdict:8}  {case.file:38} {case.about}", flush=True)
-    print(f"{len(cases) - missed} of {len(cases)} faults were caught, in {time.monotonic() - start:.0f} s")
+        for first in range(0, len(cases), size):
+            if time.monotonic() - start > arguments.seconds:
+                break
+            some = cases[first : first + size]
+            check_unbroken(some)
+            for case, (verdict, seconds) in zip(some, pool.map(tried, some), strict=True):
+                missed, ran = missed + (verdict != "caught"), ran + 1
+                print(f"{seconds:6.1f} s  {verdict:8}  {case.file:38} {case.about}", flush=True)
+    took = time.monotonic() - start
+    print(f"{ran - missed} of {ran} faults were caught, of {len(cases)} cases, in {took:.0f} s")
     return 1 if missed else 0
 
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -185,12 +186,18 @@ STAGES = [
 
 @pytest.fixture(scope="module", params=STAGES)
 def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A trainer with an engine, made like `lockstep verify` makes them, per kind of engine; tests must restore the weights."""
-    from stages import stage_on
+    """A trainer with an engine, made like `lockstep verify` makes them, per kind of engine; tests must restore the weights.
+
+    vLLM loads weights in parts, as it does for a model of real size. Embedding and head are larger than a part.
+    """
+    from stages import in_small_parts, stage_on
 
     engine, kind = request.param.split("-")
-    model = request.getfixturevalue(f"{kind}_dir")
-    with stage_on(model, tmp_path_factory.mktemp("stage"), use_vllm=engine == "vllm", bf16=False) as made:
+    model, uses_vllm = request.getfixturevalue(f"{kind}_dir"), engine == "vllm"
+    with (
+        in_small_parts() if uses_vllm else nullcontext(),
+        stage_on(model, tmp_path_factory.mktemp("stage"), use_vllm=uses_vllm, bf16=False) as made,
+    ):
         yield made
 
 

@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from lockstep.engines.protocol import Engine
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.verify.stage import Stage, open_stage, stage_config
 
+# Smaller than the embedding of a tiny model in bf16, and larger than its other tensors.
+PART_BYTES = 40 << 10
+
 
 def config(folder: Path, **changes: object) -> GRPOConfig:
     """The config that the command line makes when it gets no arguments."""
     return stage_config(str(folder), **changes)
+
+
+@contextmanager
+def in_small_parts() -> Iterator[None]:
+    """vLLM in this process loads a tiny model in several parts."""
+    import lockstep.sync.vllm.backend as backend
+
+    with patch.object(backend, "_PART_BYTES", PART_BYTES):
+        yield
 
 
 @contextmanager

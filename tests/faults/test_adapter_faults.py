@@ -28,8 +28,9 @@ CAUGHT_BY = {
 
 @pytest.mark.vllm
 @needs_vllm
-def test_every_fault_of_adapters_is_caught(untied_dir: str, tmp_path: Path) -> None:
-    settings = config(tmp_path, use_vllm=True, bf16=False, vllm_enable_lora=True)
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.release)], ids=["fp32", "bf16"])
+def test_every_fault_of_adapters_is_caught(untied_dir: str, tmp_path: Path, bf16: bool) -> None:
+    settings = config(tmp_path, use_vllm=True, bf16=bf16, vllm_enable_lora=True)
     # With a new adapter's B of zeros, no fault would have an effect.
     adapter = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
     with open_stage(untied_dir, settings, peft_config=adapter) as stage:

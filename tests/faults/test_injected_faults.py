@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import io
+import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from conftest import needs_vllm
-from stages import stage_on
+from rich.console import Console
+from stages import in_small_parts, stage_on
 
+from lockstep.engines.protocol import LoadedWeights
 from lockstep.verify.faults import backward, learned, learning, losses
-from lockstep.verify.faults.seams import Fault, is_vllm
+from lockstep.verify.faults.seams import Fault, Patch, is_vllm
 from lockstep.verify.run import recover
-from lockstep.verify.self_test import FAULTS, Verdict, run_self_test
+from lockstep.verify.self_test import FAULTS, Verdict, print_verdicts, run_self_test
 from lockstep.verify.stage import Stage
 
 NO_FAULT = Fault("none", "no fault at all", lambda stage: nullcontext())
@@ -227,7 +233,7 @@ def test_the_faults_of_the_trainer_are_caught_beside_every_engine(stage: Stage) 
 def test_in_bf16_every_fault_that_its_rounding_leaves_is_caught(
     tied_dir: str, tmp_path: Path, faults: tuple[Fault, ...]
 ) -> None:
-    with stage_on(tied_dir, tmp_path, use_vllm=True, bf16=True) as stage:
+    with in_small_parts(), stage_on(tied_dir, tmp_path, use_vllm=True, bf16=True) as stage:
         control, *verdicts = run_self_test(stage, lambda name: None, faults)
     assert control.caught_by == "", control.message
     assert {v.id for v in verdicts if v.skipped} == HIDDEN & {fault.id for fault in faults}
@@ -241,3 +247,71 @@ def test_the_table_is_that_of_the_faults() -> None:
 def test_a_fault_that_nothing_catches_is_reported_as_such(stage: Stage) -> None:
     _, verdict = run_self_test(stage, lambda name: None, (NO_FAULT,))
     assert (verdict.caught_by, verdict.steps) == ("", 3)
+
+
+def raises(*anything: object) -> Any:
+    raise ValueError("'lm_head.weight' was skipped because it is tied")
+
+
+def breaks_a_load(stage: Stage) -> Patch:
+    """The engine's loader raises an error after it has begun, as vLLM's loader does."""
+    real = stage.engine.load
+
+    def load(tensors: Any, base: str = "") -> Any:
+        real(list(tensors)[:3], base)
+        raises()
+
+    return patch.object(stage.engine, "load", load)
+
+
+EMPTY_LOAD = next(fault for fault in FAULTS if fault.id == "W4")
+BROKEN = (
+    Fault("needs", "", lambda stage: nullcontext(), needs=raises),
+    Fault("inject", "", raises),
+    Fault("step", "", breaks_a_load),
+)
+
+
+def test_a_fault_that_raises_is_a_row_and_the_next_faults_are_injected(stage: Stage) -> None:
+    control, *verdicts = run_self_test(stage, lambda name: None, (*BROKEN, EMPTY_LOAD, NO_FAULT))
+    assert not control.caught_by, control.message
+    assert not control.error, control.message
+    *broken, caught, missed = verdicts
+    said = "ValueError: 'lm_head.weight' was skipped because it is tied"
+    assert [v.error for v in broken] == [f"not injected: {said}", f"not injected: {said}", f"raised {said}"]
+    assert all("Traceback" in v.message and "in raises" in v.message for v in broken)
+    assert (caught.caught_by, caught.error) == ("manifest", "")
+    assert (missed.caught_by, missed.error, missed.steps) == ("", "", 3)
+
+
+def test_what_a_fault_leaves_is_not_taken_for_the_catch_of_the_next_one(stage: Stage) -> None:
+    def stays(stage: Stage) -> Patch:
+        stage.engine.load = lambda tensors, base="": LoadedWeights((), ())  # type: ignore[method-assign]
+        return nullcontext()
+
+    try:
+        _, first, second = run_self_test(stage, lambda name: None, (Fault("stays", "", stays), EMPTY_LOAD))
+    finally:
+        del stage.engine.load
+    assert first.caught_by == "manifest"
+    assert second.caught_by == ""
+    assert second.error.startswith(
+        "not injected: LockstepError: the engine cannot be restored after the fault before: manifest"
+    )
+    recover(stage)
+
+
+def test_an_error_fails_the_self_test_and_is_told_in_the_table(tmp_path: Path) -> None:
+    caught = Verdict("W4", "an empty load", caught_by="manifest", tokens=12, steps=1)
+    for wrong in (
+        Verdict("W8", "a restarted engine", error="raised ValueError: tied"),
+        Verdict("-", "nothing: a control", way="adapters alone", error="not begun: ProofError: no"),
+        Verdict("-", "nothing: a control", caught_by="gap", message="over"),
+        Verdict("W8", "a restarted engine"),
+    ):
+        console = Console(record=True, width=200, file=io.StringIO())
+        assert print_verdicts([caught, wrong], console, str(tmp_path / "verdicts.json")) == 1
+        said = console.export_text()
+        assert all(word in said for word in (wrong.error or wrong.message or "NOTHING", "caught"))
+        assert not json.loads((tmp_path / "verdicts.json").read_text())["passed"]
+    assert print_verdicts([caught], Console(file=io.StringIO()), None) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +116,7 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
         Verdict,
         faults_of_runs,
         print_verdicts,
+        rows_kept,
         run_in_runs,
         run_self_test,
     )
@@ -150,16 +151,19 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
                     if config.vllm_quantization is not None:
                         verdicts += run_self_test(stage, progress, QUANTISED_FAULTS)
                     if seeing is not None:
-                        recover(seeing)
-                        verdicts += run_self_test(seeing, progress, PICTURE_FAULTS)
-                        recover(stage)
-                    for way in WAYS:
-                        other = config_with(way.changes)
+                        with rows_kept(verdicts, "prompts with pictures"):
+                            verdicts += run_self_test(seeing, progress, PICTURE_FAULTS)
+
+                    def open_with(changes: Mapping[str, int | float]) -> AbstractContextManager[Stage]:
+                        other = config_with(changes)
                         other.use_vllm = config.use_vllm
-                        with open_stage(
+                        return open_stage(
                             name, other, _prompts(arguments), plain=arguments.plain_prompts, engine=stage.engine
-                        ) as runs:
-                            verdicts += run_in_runs(runs, way, progress)
+                        )
+
+                    for way in WAYS:
+                        with rows_kept(verdicts, way.name):
+                            verdicts += run_in_runs(open_with, way, progress)
                 else:
                     rows = run_checks(stage, progress)
                     if seeing is not None:
@@ -169,7 +173,10 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
             if arguments.self_test and uses_vllm and config.vllm_quantization is None:
                 # The engine before is closed, unless it is that of the stage with pictures.
                 stack.close()
-                with _adapter_stage(name, arguments, config_with({})) as adapted:
+                with (
+                    rows_kept(verdicts, "adapters alone"),
+                    _adapter_stage(name, arguments, config_with({})) as adapted,
+                ):
                     if adapted is not None:
                         verdicts += run_self_test(adapted, progress, ADAPTER_FAULTS)
         except ProofError as error:

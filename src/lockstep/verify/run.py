@@ -75,9 +75,18 @@ def failed_row(name: str, error: LockstepError) -> Row:
 
 def recover(stage: Stage) -> None:
     """Load the model's weights into the engine again after a failed check. If that fails too, the next check reports it."""
-    stage.model.zero_grad(set_to_none=True)
-    stage.trainer.proofs.distrust()
     try:
-        stage.push()
+        restore(stage)
     except ProofError:
         stage.engine.begin_update()
+
+
+def restore(stage: Stage) -> None:
+    """Load the model's weights into the engine again, and prove every module.
+
+    Raises:
+        ProofError: the engine does not compute with them.
+    """
+    stage.model.zero_grad(set_to_none=True)
+    stage.trainer.proofs.distrust()
+    stage.push()

@@ -1,7 +1,8 @@
 """`lockstep verify --self-test`: tests the proofs themselves, with the faults that they should catch.
 
 Each fault is injected into the running stage. Then the trainer takes steps. If a step has no reason to stop, the check of
-`lockstep verify` that the fault names runs next. A fault that is not caught is a failure of Lockstep.
+`lockstep verify` that the fault names runs next. A fault that is not caught is a failure of Lockstep. So is a fault that ends in
+another error than that of a proof: the error stands in its row, and the next faults are injected all the same.
 
 Many of the faults are then injected into real runs that use their generations in other ways (`WAYS`): several steps per generation,
 or generations ahead. There a fault begins in the middle of the run.
@@ -10,18 +11,21 @@ or generations ahead. There a fault begins in the middle of the run.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from lockstep.errors import InputError, ProofError
-from lockstep.parity.sampling.draws import DrawEvidence
+from lockstep.errors import Interrupted, LockstepError, ProofError
+from lockstep.parity.logprobs.gap import PooledGap
 from lockstep.verify.draw_checks import many_draws
 from lockstep.verify.faults import (
     adapters,
@@ -43,7 +47,7 @@ from lockstep.verify.faults import (
     weights,
 )
 from lockstep.verify.faults.seams import Fault
-from lockstep.verify.run import CHECKS, recover
+from lockstep.verify.run import CHECKS, restore
 from lockstep.verify.stage import Stage
 
 FAULTS = (
@@ -76,6 +80,12 @@ QUANTISED_FAULTS = quantised.FAULTS
 _CHECKS = {**CHECKS, "draws": many_draws}
 # Number of steps in which a fault can be caught.
 _STEPS = 3
+# In half precision, proofs judge the means of 256 tokens at a time (`PooledGap`). There a fault can be caught until the engine has
+# answered this many tokens since it began, or until this many steps were taken.
+_TOKENS, _MOST_STEPS = 3 * PooledGap.enough, 40
+# The learning rates that runs may have. The first one is taken that moves the policy's log-probs by this many times the limit on
+# the mean gap, from when a fault begins to the end of the run. Else older weights give the same log-probs, up to rounding.
+_RATES, _VISIBLE = (1e-3, 3e-3, 1e-2, 3e-2), 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +94,9 @@ class Way:
 
     Attributes:
         name: the way in words.
-        changes: the fields of the run, beside those of every verification (`verify/sizes.py`).
+        changes: the fields of the run, beside those of every verification (`verify/sizes.py`) and the learning rate.
         clean: optimizer steps before the fault begins. It then begins in the middle of the run.
-        steps: optimizer steps of the run.
+        steps: optimizer steps of the run. In half precision there are more.
     """
 
     name: str
@@ -95,19 +105,16 @@ class Way:
     steps: int
 
 
-# The policy must move between the steps of a generation, and between the generations.
-_MOVES = {"learning_rate": 1e-3}
 WAYS = (
     # The fault begins at the second step of the first generation.
     Way(
-        "several steps per generation",
-        _MOVES | {"per_device_train_batch_size": 6, "steps_per_generation": 2},
-        clean=1,
-        steps=6,
+        "several steps per generation", {"per_device_train_batch_size": 6, "steps_per_generation": 2}, clean=1, steps=6
     ),
     # The fault begins at the first generation whose every token is older than the weights that learn from it.
-    Way("max_staleness 2", _MOVES | {"max_staleness": 2}, clean=2, steps=6),
+    Way("max_staleness 2", {"max_staleness": 2}, clean=2, steps=6),
 )
+# Opens a stage with some changed fields of the run.
+OpenStage = Callable[[Mapping[str, int | float]], AbstractContextManager[Stage]]
 # The optimizer does not know how a generation is used, and filters and conversations are the program's, from a run's start on.
 _OF_RUNS = (tokens, weights, logprobs, steps, ends, losses, learned)
 
@@ -127,11 +134,14 @@ class Verdict:
 
     Attributes:
         caught_by: the proof that stopped it; empty if none did.
-        message: the message of that proof.
+        message: the message of that proof; with `error`, the traceback; of a control in runs, how far the policy moved.
         tokens: number of tokens that the engine had answered by then.
         steps: number of optimizer steps that were completed; in a run, since the fault began.
         skipped: why the fault cannot happen here, or empty.
         way: how the run used its generations; empty: one step per generation.
+        moved: in a run that nothing stopped, how far the log-probs of the prompts' tokens moved since the fault began: the mean, in
+            nats.
+        error: why nothing is known of the fault: it could not be injected, or an error other than a proof's ended the steps.
     """
 
     id: str
@@ -142,39 +152,141 @@ class Verdict:
     steps: int = 0
     skipped: str = ""
     way: str = ""
+    moved: float = 0.0
+    error: str = ""
 
 
 def run_self_test(stage: Stage, progress: Callable[[str], None], faults: tuple[Fault, ...] = FAULTS) -> list[Verdict]:
     """The results without a fault and with each fault. The stage's weights are restored afterwards."""
-    progress("nothing injected")
-    with stage.kept_weights():
-        # The control: a proof that stops a step without a fault is a false alarm.
-        control = _put_to_the_test(stage, _CONTROL)
-        verdicts = [control if control.caught_by else _put_to_the_test(stage, _EVALUATED)]
+    # The controls: a proof that stops a step without a fault is a false alarm.
+    controls = _each_fault(stage, (_CONTROL, _EVALUATED), _put_to_the_test, progress)
+    control = next((c for c in controls if c.caught_by or c.error), controls[-1])
+    return [control, *_each_fault(stage, faults, _put_to_the_test, progress)]
+
+
+def run_in_runs(
+    open_with: OpenStage, way: Way, progress: Callable[[str], None], faults: Sequence[Fault] | None = None
+) -> list[Verdict]:
+    """The results without a fault and with each fault, in real runs.
+
+    Args:
+        open_with: gives the stage; its weights are restored after each run.
+        faults: None: those of `faults_of_runs`.
+    """
+    for rate in _RATES:
+        progress(f"{way.name}: nothing injected, at a learning rate of {rate:g}")
+        with open_with({**way.changes, "learning_rate": rate}) as stage:
+            control = _verdict(stage, _CONTROL, partial(_in_a_run, way), way.name)
+            if not (control.caught_by or control.error):
+                times = control.moved / stage.trainer.proofs.limit.mean
+                if times < _VISIBLE and rate < _RATES[-1]:
+                    continue
+                moved = f"{control.moved:.2g} nats on average, {times:.2g} times the limit on a gap"
+                control = replace(control, message=f"the policy moved by {moved} (learning rate {rate:g})")
+            injected = faults_of_runs() if faults is None else faults
+            return [control, *_each_fault(stage, injected, partial(_in_a_run, way), progress, way.name)]
+    raise AssertionError("the last learning rate is always taken")
+
+
+@contextmanager
+def rows_kept(verdicts: list[Verdict], part: str) -> Iterator[None]:
+    """A block that adds verdicts. If it ends in an error, the error is a row, and the rows before it are not lost."""
+    with _caught() as errors:
+        yield
+    verdicts += [_failed(replace(_verdict_on(_CONTROL), way=part), error, "not begun: ") for error in errors]
+
+
+@contextmanager
+def _caught() -> Iterator[list[Exception]]:
+    """A block whose error, of any kind, ends up in the list. The table of the self-test is worth more than its next row."""
+    errors: list[Exception] = []
+    try:
+        yield errors
+    except Interrupted:
+        raise
+    except Exception as error:  # noqa: BLE001 - a fault reaches into other programs, which may raise anything
+        errors.append(error)
+
+
+# Takes steps with a fault, and says which proof has stopped them.
+_Attempt = Callable[[Stage, Fault, "_Injection"], Verdict]
+
+
+class _Injection:
+    """Injects a fault at most once, and takes it back at the end of its context."""
+
+    def __init__(self, stage: Stage, fault: Fault) -> None:
+        self._stage, self._fault, self._stack = stage, fault, ExitStack()
+        self.has_begun = False
+
+    def begin(self) -> None:
+        self._stack.enter_context(self._fault.inject(self._stage))
+        self.has_begun = True
+
+    def __enter__(self) -> _Injection:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+
+def _each_fault(
+    stage: Stage, faults: Sequence[Fault], attempt: _Attempt, progress: Callable[[str], None], way: str = ""
+) -> list[Verdict]:
+    verdicts: list[Verdict] = []
     for fault in faults:
-        progress(f"{fault.id} {fault.what}")
-        reason = fault.needs(stage)
-        if reason:
-            verdicts.append(Verdict(fault.id, fault.what, skipped=reason))
-            continue
-        with stage.kept_weights():
-            verdicts.append(_put_to_the_test(stage, fault))
-        recover(stage)
+        progress(f"{way}: {fault.id} {fault.what}" if way else f"{fault.id} {fault.what}")
+        verdicts.append(_verdict(stage, fault, attempt, way))
     return verdicts
 
 
-def _put_to_the_test(stage: Stage, fault: Fault) -> Verdict:
-    taken, answered = 0, 0
-    with ExitStack() as stack:
-        counted = stack.enter_context(stage.counted_tokens())
-        # The evidence of a run: what one fault has left must not count against the next.
-        for name in ("_draws", "_evaluated"):
-            stack.enter_context(patch.object(stage.trainer.proofs, name, DrawEvidence()))
-        stack.enter_context(fault.inject(stage))
+def _verdict(stage: Stage, fault: Fault, attempt: _Attempt, way: str = "") -> Verdict:
+    """The verdict on one fault. Whatever is raised becomes a part of it. The stage's weights are restored."""
+    verdict, injection = replace(_verdict_on(fault), way=way), _Injection(stage, fault)
+    with _caught() as errors:
+        if reason := fault.needs(stage):
+            return replace(verdict, skipped=reason)
+        stage.trainer.proofs.forget_evidence()
+        with stage.kept_weights(), injection:
+            return replace(attempt(stage, fault, injection), way=way)
+    return _failed(verdict, errors[0], "raised " if injection.has_begun else "not injected: ")
+
+
+def _restore(stage: Stage) -> None:
+    """Restore the engine. Else a proof that stops because of the fault before would be taken for one that catches this fault.
+
+    Raises:
+        LockstepError: the engine does not compute with the model's weights any more.
+    """
+    with _caught() as errors:
+        restore(stage)
+    if errors:
+        raise LockstepError(f"the engine cannot be restored after the fault before: {_named(errors[0])}") from errors[0]
+
+
+def _failed(verdict: Verdict, error: Exception, how: str) -> Verdict:
+    return replace(verdict, error=how + _named(error), message="".join(traceback.format_exception(error)))
+
+
+def _named(error: Exception) -> str:
+    if isinstance(error, ProofError):
+        return f"{error.check}: {error.found}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _verdict_on(fault: Fault) -> Verdict:
+    return Verdict(fault.id, fault.what)
+
+
+def _put_to_the_test(stage: Stage, fault: Fault, injection: _Injection) -> Verdict:
+    taken, verdict = 0, _verdict_on(fault)
+    _restore(stage)
+    with stage.counted_tokens() as counted:
+        injection.begin()
         try:
             if fault.learns:
                 stage.learn(_STEPS)
-            for _ in range(_STEPS):
+            while taken < _STEPS or (fault.check is None and _goes_on(stage, taken, counted())):
                 stage.move(stage.scale)
                 if fault.evaluates:
                     stage.evaluate()
@@ -187,49 +299,50 @@ def _put_to_the_test(stage: Stage, fault: Fault) -> Verdict:
             if fault.check is not None:
                 failed = [row for row in _CHECKS[fault.check](stage) if not row.passed]
                 if failed:
-                    return Verdict(fault.id, fault.what, f"verify: {fault.check}", failed[0].figure, counted(), taken)
+                    return replace(
+                        verdict,
+                        caught_by=f"verify: {fault.check}",
+                        message=failed[0].figure,
+                        tokens=counted(),
+                        steps=taken,
+                    )
         except ProofError as error:
             done = stage.trainer.state.global_step if fault.learns else taken
-            return Verdict(fault.id, fault.what, error.check, error.found, counted(), done)
-        except InputError as error:
-            return Verdict(fault.id, fault.what, skipped=f"it cannot be injected here: {error}")
-        answered = counted()
-    return Verdict(fault.id, fault.what, tokens=answered, steps=taken)
+            return replace(verdict, caught_by=error.check, message=error.found, tokens=counted(), steps=done)
+        return replace(verdict, tokens=counted(), steps=taken)
 
 
-def run_in_runs(
-    stage: Stage, way: Way, progress: Callable[[str], None], faults: Sequence[Fault] | None = None
-) -> list[Verdict]:
-    """The results without a fault and with each fault, in real runs. The stage's weights are restored afterwards.
-
-    Args:
-        stage: made with the fields of the way.
-        faults: None: those of `faults_of_runs`.
-    """
-    verdicts = []
-    for fault in (_CONTROL, *(faults_of_runs() if faults is None else faults)):
-        progress(f"{way.name}: {fault.id} {fault.what}")
-        reason = fault.needs(stage)
-        if reason:
-            verdicts.append(Verdict(fault.id, fault.what, skipped=reason, way=way.name))
-            continue
-        with stage.kept_weights():
-            verdicts.append(_in_a_run(stage, fault, way))
-        recover(stage)
-    return verdicts
+def _goes_on(stage: Stage, taken: int, tokens: int) -> bool:
+    """Whether the proofs have not judged enough tokens yet."""
+    return stage.trainer.proofs.limit.is_coarse and tokens < _TOKENS and taken < _MOST_STEPS
 
 
-def _in_a_run(stage: Stage, fault: Fault, way: Way) -> Verdict:
-    with ExitStack() as stack:
-        counted = stack.enter_context(stage.counted_tokens())
+def _in_a_run(way: Way, stage: Stage, fault: Fault, injection: _Injection) -> Verdict:
+    """The verdict on a fault that begins in the middle of a run."""
+    verdict, before, answered = _verdict_on(fault), torch.empty(0), 0
+    is_coarse = stage.trainer.proofs.limit.is_coarse
+
+    def begin() -> None:
+        nonlocal before, answered
+        before, answered = stage.prompt_logps(), counted()
+        injection.begin()
+
+    with stage.counted_tokens() as counted:
         try:
-            stage.learn(way.steps, after=way.clean, begin=lambda: stack.enter_context(fault.inject(stage)))
+            stage.learn(
+                _MOST_STEPS if is_coarse else way.steps,
+                after=way.clean,
+                begin=begin,
+                is_enough=lambda: is_coarse and injection.has_begun and counted() - answered >= _TOKENS,
+            )
         except ProofError as error:
+            if not injection.has_begun:
+                # The start of the run has proven that the fault before left something, or this is a false alarm.
+                raise
             done = stage.version - way.clean
-            return Verdict(fault.id, fault.what, error.check, error.found, counted(), done, way=way.name)
-        except InputError as error:
-            return Verdict(fault.id, fault.what, skipped=f"it cannot be injected here: {error}", way=way.name)
-        return Verdict(fault.id, fault.what, tokens=counted(), steps=stage.version - way.clean, way=way.name)
+            return replace(verdict, caught_by=error.check, message=error.found, tokens=counted(), steps=done)
+        moved = float((stage.prompt_logps() - before).abs().mean())
+        return replace(verdict, tokens=counted(), steps=stage.version - way.clean, moved=moved)
 
 
 def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) -> int:
@@ -243,20 +356,37 @@ def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) 
         if v.way != way:
             table.add_row("", f"[bold]{escape(v.way)}", "", "")
             way = v.way
-        caught = f"[dim]left out: {escape(v.skipped)}" if v.skipped else v.caught_by or "[bold red]NOTHING"
-        table.add_row(v.id, escape(v.what), caught, "" if v.skipped else f"{v.steps} steps, {v.tokens} tokens")
+        table.add_row(v.id, escape(v.what), *_cells(v))
     console.print(table)
-    injected = [v for v in faults if not v.skipped]
-    stopped = sum(bool(v.caught_by) for v in injected)
-    alarms = [v for v in controls if v.caught_by]
-    passed = stopped == len(injected) and not alarms
-    console.print(f"\n{len(injected)} injected, {stopped} caught", highlight=False)
-    for control in alarms:
-        console.print(
-            f"[bold red]false alarm[/]: without a fault, {control.caught_by} said: {escape(control.message)}",
-            highlight=False,
-        )
+    injected = [v for v in faults if not v.skipped and not v.error]
+    stopped, errors = sum(bool(v.caught_by) for v in injected), sum(bool(v.error) for v in faults)
+    alarms = [v for v in controls if v.caught_by or v.error]
+    passed = stopped == len(injected) and not errors and not alarms
+    ended = f", {errors} ended in an error" if errors else ""
+    console.print(f"\n{len(injected)} injected, {stopped} caught{ended}", highlight=False)
+    for control in controls:
+        where = f"{escape(control.way)}: " if control.way else ""
+        if control.caught_by:
+            said = (
+                f"[bold red]false alarm[/]: {where}without a fault, {control.caught_by} said: {escape(control.message)}"
+            )
+        elif control.error:
+            said = f"[bold red]error[/]: {where}without a fault: {escape(control.error)}"
+        elif control.message:
+            said = f"[dim]{where}{escape(control.message)}"
+        else:
+            continue
+        console.print(said, highlight=False)
     if file:
-        content = {"passed": passed, "injected": len(injected), "caught": stopped}
+        content = {"passed": passed, "injected": len(injected), "caught": stopped, "errors": errors}
         Path(file).write_text(json.dumps({**content, "faults": [asdict(v) for v in verdicts]}, indent=1) + "\n")
     return 0 if passed else 1
+
+
+def _cells(verdict: Verdict) -> tuple[str, str]:
+    """What the table says of a fault: which proof caught it, and after how much."""
+    if verdict.skipped:
+        return f"[dim]left out: {escape(verdict.skipped)}", ""
+    if verdict.error:
+        return f"[bold red]{escape(verdict.error)}", ""
+    return verdict.caught_by or "[bold red]NOTHING", f"{verdict.steps} steps, {verdict.tokens} tokens"

@@ -59,15 +59,19 @@ class StageConfig(GRPOConfig):
         super().__post_init__()
 
 
-class _Begin(TrainerCallback):
-    """Calls a function before an optimizer step of a run begins."""
+class _BeginAndEnd(TrainerCallback):
+    """Calls a function before an optimizer step of a run begins, and ends the run when it is long enough."""
 
-    def __init__(self, after: int, begin: Callable[[], Any]) -> None:
-        self._after, self._begin = after, begin
+    def __init__(self, after: int, begin: Callable[[], Any], is_enough: Callable[[], bool]) -> None:
+        self._after, self._begin, self._is_enough = after, begin, is_enough
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if state.global_step == self._after:
             self._begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self._is_enough():
+            control.should_training_stop = True
 
 
 @dataclass
@@ -136,17 +140,24 @@ class Stage:
         digest = data_digest(self.prompts)
         evaluate(self.trainer.loop, self.prompts, lambda: digest)
 
-    def learn(self, steps: int, after: int = 0, begin: Callable[[], Any] = lambda: None) -> None:
+    def learn(
+        self,
+        steps: int,
+        after: int = 0,
+        begin: Callable[[], Any] = lambda: None,
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Real optimizer steps, in the loop of training, from version 0 on. The caller restores the weights.
 
         Args:
             after, begin: a function, and the number of optimizer steps after which it is called, before the next forward.
+            is_enough: whether the run ends before its last step; called after each step.
 
         Raises:
             ProofError: as in training.
         """
         trainer, args = self.trainer, self.trainer.args
-        caller = _Begin(after, begin)
+        caller = _BeginAndEnd(after, begin, is_enough)
         trainer.add_callback(caller)
         limit = args.max_steps
         args.max_steps, args.logging_strategy = steps, IntervalStrategy.NO
@@ -196,6 +207,11 @@ class Stage:
             )
             stats = stats + measure_gap(torch.tensor(c.logprobs), own, [str(c.key)], [len(own)])
         return stats
+
+    def prompt_logps(self) -> torch.Tensor:
+        """(N,) the policy's log-probs of all tokens of the prompts but their first ones, at temperature 1."""
+        found = [completion_logps(self.model, p.ids[:1], p.ids[1:], Sampling(1), self.precision) for p in self.prompts]
+        return torch.cat(found).cpu()
 
     def sampling(self, **changes: Any) -> Sampling:
         """The run's sampling settings, with changes."""

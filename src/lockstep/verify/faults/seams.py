@@ -21,7 +21,7 @@ from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, LoadedWeights, RequestKey
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.models.checkpoint_names import checkpoint_tensors
+from lockstep.sync.adapters.merged import weights_of
 from lockstep.training.step.generation import Generation
 from lockstep.verify.stage import Stage
 
@@ -163,8 +163,11 @@ def user_asks(stage: Stage, **given: Any) -> Iterator[None]:
 
 
 def weights_now(stage: Stage) -> dict[str, torch.Tensor]:
-    """A copy of the policy's weights, under the names of a push."""
-    return {p.name: p.tensor.detach().clone() for p in checkpoint_tensors(stage.model)}
+    """A copy of the policy's weights, as a push sends them: under the names of a checkpoint, and a tied weight once.
+
+    vLLM refuses the second name of a tied weight if the first one comes in another part.
+    """
+    return {name: tensor.clone() for name, tensor in weights_of(stage.model)}
 
 
 def vllm_worker(stage: Stage) -> Any:

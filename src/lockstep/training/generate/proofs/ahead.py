@@ -72,11 +72,12 @@ class ProofsAhead:
     _found: dict[str, GapStats] = field(default_factory=dict, init=False)
     _limits: dict[str, Tolerance] = field(default_factory=dict, init=False)
     # With few tokens per generation, only the largest gap is checked at once.
-    _pools: dict[str, PooledGap] = field(
-        default_factory=lambda: {name: PooledGap() for name in ("asked_again", "sampled_ahead")}, init=False
-    )
+    _pools: dict[str, PooledGap] = field(default_factory=dict, init=False)
     # Tokens of each later generation that were compared so far.
     _compared: dict[int, int] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.forget_tokens()
 
     @property
     def is_due(self) -> bool:
@@ -86,6 +87,11 @@ class ProofsAhead:
     def forget(self) -> None:
         """Forget what the engine was asked, because it was lost."""
         self._asked = None
+
+    def forget_tokens(self) -> None:
+        """Forget the tokens that were compared so far."""
+        self._pools = {name: PooledGap() for name in ("asked_again", "sampled_ahead")}
+        self._compared.clear()
 
     def ask(self, completions: Sequence[Completion], version: int, limit: float) -> None:
         """Ask the engine to score the canary and drawn completions.

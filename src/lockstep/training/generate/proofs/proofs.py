@@ -143,6 +143,13 @@ class Proofs:
         self._pusher.distrust()
         self._ahead.forget()
 
+    def forget_evidence(self) -> None:
+        """Forget the tokens of earlier steps and evaluations, so that they do not count in later judgements."""
+        self._pool, self._evaluated_pool, self._tail = PooledGap(), PooledGap(), GapTail(self.limit)
+        self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
+        self._evaluated = DrawEvidence()
+        self._ahead.forget_tokens()
+
     def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
         """Open the receipt, and prove the engine before it samples the first rollout.
 
@@ -156,6 +163,7 @@ class Proofs:
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
         self._tail, self._pool = GapTail(self.limit), PooledGap()
+        self._ahead.forget_tokens()
         self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
         for entry in self._receipt.entries:
             if "draws" in entry:

@@ -1,0 +1,261 @@
+"""What runs at night, in three hours: whole self-tests, and a sample of what is too long for CI. `make nightly`
+
+| part | what runs |
+|---|---|
+| self-test | `lockstep verify --self-test` on the packaged model, in float32 and in bfloat16, whole |
+| release tests | the tests marked `release`, in an order that the seed draws, until the time of this part is over |
+| mutations | the cases of `scripts/mutation_cases.py`, in an order that the seed draws, until the three hours are over |
+
+    --seed N     draws the same sample again (default: the date, for example 20261126; each night has another sample)
+    --hours H    limit in all (3)
+    --only WORD  only the parts whose name contains WORD
+
+The program prints one table at its end. Exit code 1: something failed, or a part ran nothing. Two programs run at a time, with one
+thread each. What has not ended when its time is over is killed. It then counts as not run; a self-test counts as failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = "smollm2-135m-instruct"
+PYTHON = Path(sys.executable)
+# Programs that run at a time.
+LANES = 2
+# Lines of a failed program that are printed.
+SHOWN = 40
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table.
+
+    Attributes:
+        ran, of: how many tests, faults or cases were judged, and how many there are.
+        failed: how many of those that ran failed.
+        said: why the part failed as a whole, or empty.
+    """
+
+    part: str
+    ran: int
+    of: int
+    seconds: float
+    failed: int = 0
+    said: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.ran > 0 and not self.failed and not self.said
+
+    def row(self) -> str:
+        state = "passed" if self.passed else self.said or (f"{self.failed} FAILED" if self.ran else "NOTHING RAN")
+        return f"{self.part:26}  {self.ran:5d} of {self.of:5d}  {self.seconds:7.0f} s  {state}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the night.
+
+    Attributes:
+        share: the part must end after this share of the night.
+        run: gets the seed and the time of its end, by the monotonic clock.
+    """
+
+    name: str
+    share: float
+    run: Callable[[int, float], list[Result]]
+
+
+def run_program(command: Sequence[object], until: float, log: Path, root: Path = ROOT) -> int | None:
+    """Run a program with one thread. Returns its exit code; None: its time was over, and it was killed with its children."""
+    settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": "ERROR"}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=root,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **settings},
+            start_new_session=True,
+        )
+        try:
+            return process.wait(max(until - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+
+def show_end(title: str, log: Path) -> None:
+    """Print the last lines of a program that failed."""
+    print(f"---- {title}", *log.read_text(errors="replace").splitlines()[-SHOWN:], sep="\n", flush=True)
+
+
+# ---- the parts ----------------------------------------------------------------------------------------------------------
+
+
+def self_tests(seed: int, until: float, words: Sequence[object] = (PYTHON.parent / "lockstep",)) -> list[Result]:
+    """The whole self-test in both dtypes, beside each other.
+
+    Args:
+        words: the command line before `verify`.
+    """
+
+    def one(dtype: str) -> Result:
+        name, start = f"self-test, {dtype}", time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            file, log = Path(folder) / "verdicts.json", Path(folder) / "log"
+            command = [*words, "verify", "--model", MODEL, "--self-test", "--dtype", dtype, "--json", file]
+            code = run_program(command, until, log)
+            seconds = time.monotonic() - start
+            if code:
+                show_end(f"{name}: exit code {code}", log)
+            if code is None or not file.exists():
+                said = "NOT ENDED in its time" if code is None else f"NO VERDICTS, exit code {code}"
+                return Result(name, 0, 0, seconds, said=said)
+            found = json.loads(file.read_text())
+        injected, errors = found["injected"], found["errors"]
+        faults = sum(verdict["id"] != "-" for verdict in found["faults"])
+        failed = injected - found["caught"] + errors
+        # A false alarm of a control is in no count of faults.
+        said = "" if code == 0 or failed else f"FAILED, exit code {code}"
+        return Result(name, injected + errors, faults, seconds, failed, said)
+
+    with ThreadPoolExecutor(LANES) as pool:
+        return list(pool.map(one, ("float32", "bfloat16")))
+
+
+def release_tests(seed: int, until: float, root: Path = ROOT) -> list[Result]:
+    """Files with tests marked `release`, in the order of the seed. A file that does not end in time counts as not run."""
+    start, pytest = time.monotonic(), [PYTHON, "-m", "pytest", "-m", "release", "-p", "no:cacheprovider"]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "collected"
+        code = run_program([*pytest, "--collect-only", "-q", "tests"], until, log, root)
+        per_file = Counter(re.findall(r"^(tests/\S+?\.py)::", log.read_text(), re.M))
+        if code != 0 or not per_file:
+            show_end(f"release tests: nothing was collected, exit code {code}", log)
+            return [Result("release tests", 0, 0, time.monotonic() - start)]
+        files, counts, lock = sampled(per_file, seed), Counter[str](), threading.Lock()
+
+        def lane(number: int) -> None:
+            while time.monotonic() < until:
+                with lock:
+                    if not files:
+                        return
+                    file = files.pop(0)
+                log, report = Path(folder) / f"log{number}", Path(folder) / f"report{number}.xml"
+                report.unlink(missing_ok=True)
+                code = run_program([*pytest, "-q", "--junitxml", report, file], until, log, root)
+                if code is None:
+                    print(f"not ended in its time: {file}", flush=True)
+                    continue
+                found = counted(report) if report.exists() else Counter(failed=1)
+                if code or found["failed"]:
+                    show_end(f"{file}: exit code {code}", log)
+                with lock:
+                    counts.update(found)
+                    counts["failed"] += bool(code and not found["failed"])
+
+        with ThreadPoolExecutor(LANES) as pool:
+            list(pool.map(lane, range(LANES)))
+    ran, failed = counts["ran"], counts["failed"]
+    return [Result("release tests", ran, per_file.total(), time.monotonic() - start, failed)]
+
+
+def counted(report: Path) -> Counter[str]:
+    """How many tests of a JUnit file ran, and how many of them failed. A skipped test has run."""
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    total = {name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors")}
+    return Counter(ran=total["tests"], failed=total["failures"] + total["errors"])
+
+
+def mutations(seed: int, until: float, more: Sequence[str] = ()) -> list[Result]:
+    """Mutation cases in the order of the seed.
+
+    Args:
+        more: further arguments of `scripts/mutations.py`.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        # The cases that have begun may end.
+        seconds = max((until - start) * 0.8, 1.0)
+        words = ["--seed", seed, "--seconds", f"{seconds:.0f}", "--jobs", LANES, *more]
+        code = run_program([PYTHON, "scripts/mutations.py", *words], until, log)
+        said = re.search(r"^(\d+) of (\d+) faults were caught, of (\d+) cases", log.read_text(), re.M)
+        if code or said is None:
+            show_end(f"mutations: exit code {code}", log)
+        if said is None:
+            why = "NOT ENDED in its time" if code is None else f"NO VERDICTS, exit code {code}"
+            return [Result("mutations", 0, 0, time.monotonic() - start, said=why)]
+    caught, ran, cases = map(int, said.groups())
+    why = "" if code == 0 or caught < ran else f"FAILED, exit code {code}"
+    return [Result("mutations", ran, cases, time.monotonic() - start, ran - caught, why)]
+
+
+PARTS = (
+    Part("self-test", 0.6, self_tests),
+    Part("release tests", 0.8, release_tests),
+    Part("mutations", 1.0, mutations),
+)
+
+
+# ---- the night ----------------------------------------------------------------------------------------------------------
+
+
+def sampled(names: Iterable[str], seed: int) -> list[str]:
+    """The names in the order that the seed draws."""
+    drawn = sorted(names)
+    random.Random(seed).shuffle(drawn)
+    return drawn
+
+
+def night(parts: Sequence[Part], seed: int, hours: float) -> int:
+    """Run the parts one after the other and print the table. A part that ends early leaves its time to the next ones."""
+    start = time.monotonic()
+    print(f'seed {seed}: make nightly ARGS="--seed {seed}" draws the same sample', flush=True)
+    results: list[Result] = []
+    try:
+        for part in parts:
+            print(f"{time.monotonic() - start:7.0f} s  {part.name} …", flush=True)
+            results += part.run(seed, start + part.share * hours * 3600)
+    finally:
+        print(f"\n{'part':26}  {'ran':>14}  {'seconds':>9}")
+        print(*(result.row() for result in results), sep="\n")
+        print(f"seed {seed}, {time.monotonic() - start:.0f} s of {hours * 3600:.0f} s", flush=True)
+    return 0 if results and all(result.passed for result in results) else 1
+
+
+def main() -> int:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--seed", type=int, default=int(datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")))
+    words.add_argument("--hours", type=float, default=3.0)
+    words.add_argument("--only", default="")
+    asked = words.parse_args()
+    parts = [part for part in PARTS if asked.only in part.name]
+    if not parts:
+        words.error(f"no part holds {asked.only!r}; the parts are {', '.join(part.name for part in PARTS)}")
+    return night(parts, asked.seed, asked.hours)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
