@@ -104,14 +104,12 @@ def main() -> None:
 
 
 def prepare(folder: Path, checkout: Path, files: list[str]) -> None:
-    """Make the models, copy the tests to where no `trl` is beside them, and say what is measured."""
+    """Make the models, copy the tests, and say what is measured."""
     from trl_stand_ins.hub import build_data, build_hub
 
     commit = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     print(f"tests: {checkout} at commit {commit.stdout.strip() or 'unknown (no git repository)'}")
-    shutil.rmtree(folder / "checkout", ignore_errors=True)
-    shutil.copytree(checkout / "tests", folder / "checkout" / "tests")
-    shutil.copy(checkout / "pyproject.toml", folder / "checkout")
+    copy_tests(checkout, folder / "checkout")
     if (folder / "hub-home").exists():
         print(f"models: those in {folder}")
         return
@@ -120,6 +118,13 @@ def prepare(folder: Path, checkout: Path, files: list[str]) -> None:
     print(f"models: {len(made)} made by the checkout's programs, all with Qwen's vocabulary; data: by its programs too")
     for name, why in missing.items():
         print(f"  not made: {name}: {why}")
+
+
+def copy_tests(checkout: Path, to: Path) -> None:
+    """Copy the tests to where no `trl` is beside them. pytest puts their folder first on the path."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(checkout / "tests", to / "tests")
+    shutil.copy(checkout / "pyproject.toml", to)
 
 
 def run(who: str, asked: argparse.Namespace, files: list[str], folder: Path) -> Results:
