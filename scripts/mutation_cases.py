@@ -139,6 +139,13 @@ DRAWN_SETS = ("training/step/drawn_rows.py", "tests/parity/test_kept_sets.py")
 ASIDE = ("training/step/generation.py", "tests/training/test_groups_aside.py")
 ASIDE_STEP = ("training/step/update.py", "tests/training/test_groups_aside.py")
 ASIDE_SUMS = ("training/step/update_sums.py", "tests/training/test_groups_aside.py")
+NAMES = "tests/training/test_trl_names.py"
+CHANGED = (
+    "training/run_files/changes.py",
+    f"{NAMES}::test_numbers_of_the_loss_change_it_from_the_next_step_on_and_after_a_resume",
+)
+WEIGHED = ("training/run_files/changes.py", f"{NAMES}::test_reward_weights_change_the_rewards_of_the_next_generation")
+LOSS_ALONE = ("training/step/loss_alone.py", "tests/training/test_proven_evaluation.py")
 EVALUATED = ("training/generate/proofs/evaluation.py", "tests/training/test_proven_evaluation.py")
 PLACE = ("training/run_files/run_directory.py", STATE)
 CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
@@ -1186,6 +1193,11 @@ MUTATIONS = [
     _of(EVALUATED, "an evaluation of other rows", "for group in groups) != digest:", "for group in groups) == '':"),
     _of(EVALUATED, "an evaluation with other numbers of completions", "    if odd:", "    if False:"),
     _of(EVALUATED, "the same completions at every evaluation", "default_rng((seed, version))", "default_rng(seed)"),
+    _of(LOSS_ALONE, "a loss of an evaluation with the weights of other steps", "ready, per_step=rollouts)", "ready)"),
+    _of(LOSS_ALONE, "a loss without the method's masks", "objective.prepare_step(whole, entropies)", "whole"),
+    _of(CHANGED, "a change that a checkpoint forgets", "            self.made[field] = made", "            pass"),
+    _of(CHANGED, "a change that does nothing", "        setattr(config, field, value)", "        pass"),
+    _of(WEIGHED, "weights that only the definition has", "        self._scorer.weights[:] = weights", "        pass"),
     _of(EVALUATED, "training prompts that count as held out", "in known]", "in known and False]"),
     _of(RECEIPT, "lines that may be removed", 'if body.get("previous") != previous or claimed', "if claimed"),
     _of(RECEIPT, "lines that may be changed", "or claimed != _hash(body):", "or False:"),

@@ -12,6 +12,13 @@ import logging
 import sys
 
 _ABOUT_SETTINGS = ("lockstep.training.config.", "lockstep.training.methods.")
+# Programs that read TRL's logs find its words here (CONTRIBUTING.md). The logger is not a child of `trl`, which does not
+# propagate once TRL is imported, and not of `lockstep`, whose lines are printed. Without a handler, Python would print the
+# words itself.
+TRL_LOGGER = logging.getLogger("lockstep_trl")
+TRL_LOGGER.addHandler(logging.NullHandler())
+# Other libraries change the level of the root logger, which would count otherwise.
+TRL_LOGGER.setLevel(logging.WARNING)
 _FORM = logging.Formatter("lockstep: %(message)s")
 
 

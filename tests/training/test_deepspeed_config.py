@@ -50,6 +50,25 @@ def test_stage_0_shards_nothing(tmp_path: Path) -> None:
     assert config(tmp_path, fsdp=True).sharded_by == "FSDP"
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2_change_no_result_and_a_line_says_that_they_save_no_memory(
+    tmp_path: Path, stage: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = config(tmp_path, deepspeed={"zero_optimization": {"stage": stage}})
+    assert one.sharded_by is None
+    assert one.deepspeed_plugin is None
+    said = capsys.readouterr().err
+    assert (
+        f"zero_optimization.stage={stage} (deepspeed) spreads the optimizer over ranks. Here every rank holds it"
+        in said
+    )
+
+
+def test_a_stage_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"zero_optimization\.stage=4 \(deepspeed\); it must be 0, 1, 2 or 3"):
+        config(tmp_path, deepspeed={"zero_optimization": {"stage": 4}})
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

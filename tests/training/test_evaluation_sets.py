@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from methods import FIELDS, GROUPS, PROMPTS, logs, make, parameters
 from test_trainer_services import Listener
 
@@ -145,7 +145,7 @@ def test_a_training_stream_gives_the_rows_that_the_run_needs_in_its_order_and_re
     whole.train()
     # Two prompts per generation, never shuffled.
     assert seen == list(range(8))
-    assert len(whole.train_dataset) == 8
+    assert len(whole._train_prompts) == 8
     seen.clear()
     resumed = make("GRPO", untied_dir, tmp_path, hf_engine, fields, **arguments)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -164,3 +164,38 @@ def test_a_stream_that_ends_early_is_used_again_and_one_without_max_steps_is_ref
         make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "max_steps": -1}, train_dataset=stream(5))
     with pytest.raises(InputError, match="the train dataset is empty"):
         make("GRPO", untied_dir, tmp_path, hf_engine, GROUPS, train_dataset=stream(0))
+
+
+def test_the_trainer_shows_the_data_that_it_was_given(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
+    for train, evaluation in (
+        (PROMPTS, None),
+        (stream(8), stream(3)),
+        (stream(8), {"one": stream(3), "two": OTHERS}),
+        (PROMPTS, IterableDatasetDict({"one": stream(3), "two": stream(2)})),
+        (PROMPTS, DatasetDict({"one": OTHERS})),
+    ):
+        data = {"train_dataset": train, "eval_dataset": evaluation}
+        run = make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, **QUIET}, **data)
+        assert run.train_dataset is train
+        assert run.eval_dataset is evaluation
+    assert {"eval_one_loss"} <= run.evaluate().keys()
+    found = run.evaluate(eval_dataset=IterableDatasetDict({"other": stream(2)}))
+    assert found["eval_other_problems"] == 2
+    assert found["eval_other_loss"] == pytest.approx(0.0, abs=10.0)
+
+
+@pytest.mark.parametrize("which", ["train_dataset", "eval_dataset"])
+def test_a_stream_sets_dispatch_batches_and_refuses_it_in_trls_words(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, which: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(asked: bool | None, data: Any) -> Any:
+        fields = {**GROUPS, **QUIET, "accelerator_config": {"dispatch_batches": asked}}
+        return make("GRPO", untied_dir, tmp_path, hf_engine, fields, **{which: data})
+
+    for asked in (None, False):
+        assert made(asked, stream(8)).args.accelerator_config.dispatch_batches is False
+    assert "dispatch_batches" not in capsys.readouterr().out
+    assert made(True, PROMPTS).args.accelerator_config.dispatch_batches is True
+    assert "dispatch_batches=True has no effect here" in capsys.readouterr().out
+    with pytest.raises(InputError, match="Iterable datasets require `dispatch_batches=False`"):
+        made(True, stream(8))

@@ -195,3 +195,70 @@ def test_a_checkpoint_that_the_config_names_is_gone_on_from(untied_dir: str, tmp
     resumed.train()
     assert seen[0] == 3
     assert all(torch.equal(p, parameters(whole.model)[name]) for name, p in parameters(resumed.model).items())
+
+
+def test_a_checkpoint_is_written_where_an_evaluation_is_the_best_and_a_run_goes_on_from_it(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    def best_at(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
+        return [{1: 5.0, 2: 4.0, 3: 9.0}.get(trainer_state.global_step, 0.0) + ids[0] % 2 for ids in completion_ids]
+
+    fields = {**GROUPS, "save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
+    fields |= {"logging_steps": 3}
+    arguments = {"reward_funcs": best_at, "eval_dataset": PROMPTS.select(range(2))}
+    run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, **arguments)
+    run.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
+    assert run.config.metric_for_best_model == "reward"
+    again = make("GRPO", untied_dir, tmp_path, hf_engine, fields, **arguments)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 4
+    assert logs(again)[-1] == logs(run)[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "save_strategy=best saves after an evaluation, and there is none; set eval_strategy"),
+        ({"eval_strategy": "steps", "eval_steps": 3, "num_iterations": 2}, "make eval_steps a multiple of 2"),
+        ({"eval_strategy": "steps", "eval_steps": 0.1}, "make eval_steps a multiple of 1"),
+    ],
+)
+def test_the_best_checkpoint_is_one_that_a_run_can_go_on_from(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        GRPOConfig(output_dir="unused", save_strategy="best", **fields)
+
+
+def test_fp16_is_refused_by_a_sentence_that_says_why() -> None:
+    with pytest.raises(
+        InputError, match=r"fp16=True is not supported, only False is: float16 needs a loss scaler.*use bf16"
+    ):
+        GRPOConfig(output_dir="unused", fp16=True)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"])
+def test_flash_attention_becomes_what_is_computed_anyway(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = {**GROUPS, "max_steps": 1}
+    plain = make("GRPO", untied_dir, tmp_path / "a", hf_engine, fields)
+    asking = make(
+        "GRPO", untied_dir, tmp_path / "b", hf_engine, {**fields, "model_init_kwargs": {"attn_implementation": name}}
+    )
+    assert f"attn_implementation={name} becomes sdpa, which computes the same attention" in capsys.readouterr().out
+    for run in (plain, asking):
+        run.train()
+    assert logs(asking) == logs(plain)
+
+
+def test_a_loaded_model_with_flash_attention_is_taken_too(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, reference = (AutoModelForCausalLM.from_pretrained(untied_dir, dtype=torch.float32) for _ in range(2))
+    for one in (model, reference):
+        # As it is loaded where FlashAttention is installed.
+        one.config._attn_implementation_internal = "flash_attention_2"
+    run = make("GRPO", model, tmp_path, hf_engine, {**GROUPS, "max_steps": 1, "beta": 0.1}, ref_model=reference)
+    assert "attn_implementation=flash_attention_2 becomes sdpa" in capsys.readouterr().out
+    run.train()
+    assert run.state.global_step == 1

@@ -177,7 +177,7 @@ def test_an_evaluation_set_is_checked_as_well(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_rewards_or_weights_of_others_are_named(method: str) -> None:
-    with pytest.raises(InputError, match="no reward function given"):
+    with pytest.raises(InputError, match="No reward source provided"):
         make(method, reward_funcs=None)
     with pytest.raises(InputError, match="neither a function nor a reward model"):
         make(method, reward_funcs=[by_length, 7])

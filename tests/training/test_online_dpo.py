@@ -135,7 +135,7 @@ def test_reward_functions_given_beside_a_reward_models_path_are_the_rewards(
         ({}, {"judge": Longer()}, "judge and reward_funcs all say which completion is better"),
         ({"reward_model_path": "x"}, {"judge": Longer(), "reward_funcs": None}, "judge and reward_model_path all say"),
         ({"missing_eos_penalty": 1.0}, {"judge": Longer(), "reward_funcs": None}, "missing_eos_penalty"),
-        ({}, {"reward_funcs": None}, "no reward function given"),
+        ({}, {"reward_funcs": None}, "No reward source provided"),
         ({"beta": [0.1, 0.0]}, {}, "every beta must be above 0"),
         ({"max_new_tokens": 100}, {}, "leaves no room for a prompt"),
         ({"loss_type": "hinge"}, {}, "must be sigmoid or ipo"),

@@ -11,14 +11,19 @@ from unittest.mock import patch
 import methods
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from methods import GROUPS, PROMPTS
+from transformers import EarlyStoppingCallback
 
 from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.tokens.arrays import reals
 from lockstep.training.generate.proofs.evaluation import drawn_sequences
+from lockstep.training.step.generation import sequences_of
+from lockstep.training.step.update import learn
+from lockstep.training.step.update_sums import UpdateSums
 from lockstep.training.trainers.online import OnlineTrainer
 
 HELD_OUT = Dataset.from_dict({"prompt": [f"how much is {i} - 1" for i in range(5)], "answer": list(range(5))})
@@ -45,6 +50,77 @@ def test_the_figures_of_the_proof_are_among_the_metrics(make: Make, method: str)
     assert metrics["eval_seen_in_training"] == 0.0
 
 
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("GRPO", {"loss_type": "grpo"}),
+    "dapo, kl": ("GRPO", {"beta": 0.3}),
+    "luspo, entropies": ("GRPO", {"loss_type": "luspo", "entropy_coef": 0.3, "top_entropy_quantile": 0.5}),
+    "vespo": ("GRPO", {"loss_type": "vespo", "scale_rewards": "batch"}),
+    "rloo": ("RLOO", {}),
+    "online dpo": ("OnlineDPO", {}),
+    "ppo": ("PPO", methods.ALONE),
+    "reinforce++": ("ReinforcePP", methods.ALONE),
+    "reinforce++, baseline": ("ReinforcePP", {"baseline": "group", "beta": 0.2}),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_its_loss_is_that_of_a_step_on_its_completions(make: Make, name: str) -> None:
+    method, fields = LOSSES[name]
+    size = 4 if fields.get("num_generations") == 1 else 2
+    fields = {"vllm_importance_sampling_correction": False} | fields
+    run = make(HELD_OUT.select(range(size)), method, **fields)
+    if run.reference is not None:
+        with torch.no_grad():
+            # Another reference than the policy, so that the divergence counts.
+            run.reference.own.model.norm.weight += 0.3
+    metrics, loop = run.evaluate(), run.loop
+    step, _ = loop.preparation.generation(loop.policy(), run.last_eval_groups, 0)
+    sequences = [s for batch in step.micro_batches for s in batch]
+    assert len(sequences) == run.config.completions_per_step
+    prepared = loop.preparation.step(loop.policy(), sequences, moved=False)
+    sums = UpdateSums()
+    learned = learn(loop.policy(), prepared, loop.objective, loop.clock, sums)
+    # At a ratio of 1 these are means of advantages that add up to zero.
+    assert (abs(learned) > 1e-4) == (name not in ("grpo", "rloo", "reinforce++"))
+    assert metrics["eval_loss"] == pytest.approx(learned, rel=1e-4, abs=1e-6)
+    figures = sums.tally.figures()
+    for figure in ("kl", "rewards/margins", "loss/value"):
+        assert (f"eval_{figure}" in metrics) == (figure in figures)
+        if figure in figures:
+            assert metrics[f"eval_{figure}"] == pytest.approx(figures[figure], rel=1e-3)
+
+
+def test_a_loss_without_a_reference_takes_no_forward_more(make: Make) -> None:
+    many = Dataset.from_dict({"prompt": [f"{i} + 1" for i in range(40)]})
+    shares = [make(many, beta=beta).evaluate()["eval_parity/checked_share"] for beta in (0.0, 0.1)]
+    assert shares[0] < 1.0
+    assert shares[1] == 1.0
+
+
+def test_its_loss_is_that_of_one_step_however_many_completions_there_are(make: Make) -> None:
+    run = make(beta=0.3)
+    run._scorer.functions[:] = [lambda completions, **_: [1.0] * len(completions)]
+    with torch.no_grad():
+        run.reference.own.model.norm.weight += 0.3
+    metrics = run.evaluate()
+    assert metrics["eval_samples"] > run.config.completions_per_step
+    # Equal rewards have no advantage, so the divergence is all of the loss.
+    assert metrics["eval_loss"] == pytest.approx(0.3 * metrics["eval_kl"], rel=1e-5)
+    assert metrics["eval_kl"] > 1e-4
+
+
+def test_a_loss_ends_a_run_early_and_chooses_the_best_checkpoint(make: Make) -> None:
+    fields = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 6}
+    run = make(beta=0.5, load_best_model_at_end=True, metric_for_best_model="loss", learning_rate=5e-3, **fields)
+    run.add_callback(EarlyStoppingCallback(early_stopping_patience=1))
+    run.train()
+    losses = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+    assert run.config.greater_is_better is False
+    assert run.state.best_metric == min(losses)
+    assert len(losses) == run.state.global_step < 6
+    assert losses[-1] > losses[-2]
+
+
 def test_filtered_and_interrupted_completions_are_proven_too(make: Make) -> None:
     for fields in ({"top_k": 5}, {**methods.INTERRUPTED, "max_completion_length": 14}):
         assert make(**fields).evaluate()["eval_parity/checked_tokens"] > 0
@@ -60,11 +136,11 @@ def groups_of(problems: int, samples: int) -> list[RolloutGroup]:
 
 
 def test_of_a_large_evaluation_a_quarter_is_drawn_anew_each_time() -> None:
-    groups = groups_of(100, 4)
-    first, again, later = ([s.name for s in drawn_sequences(groups, version, 1)] for version in (0, 0, 1))
+    every = sequences_of(groups_of(100, 4), 0)
+    first, again, later = ([s.name for s in drawn_sequences(every, version, 1)] for version in (0, 0, 1))
     assert len(first) == len(set(first)) == 100
     assert first == again != later
-    assert len(drawn_sequences(groups_of(20, 4), 0, 1)) == 64
+    assert len(drawn_sequences(sequences_of(groups_of(20, 4), 0), 0, 1)) == 64
 
 
 def sampled_otherwise(run: OnlineTrainer, change: Callable[[list[RolloutGroup]], list[RolloutGroup]]) -> Any:

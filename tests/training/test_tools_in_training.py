@@ -410,7 +410,7 @@ def nameless(a: int) -> int:
             {"environment_factory": games.Broken, "data": DATA.add_column("how", ["reset raises"] * 8)},
             "reset: no board",
         ),
-        ({"environment_factory": games.Quiet, "reward": None}, "no reward function given.*get_reward"),
+        ({"environment_factory": games.Quiet, "reward": None}, "No reward source provided.*get_reward"),
         ({"environment_factory": Product, "data": None, "max_steps": -1, "num_train_epochs": 1}, "set max_steps"),
         ({"tools": [multiply], "rollout_func": one_turn}, "rollout_func makes rollouts itself"),
         ({"rollout_func": 3}, "rollout_func is a int"),
@@ -423,7 +423,12 @@ def nameless(a: int) -> int:
         ({"tools": [multiply], "tool_format": "smoke"}, "smoke"),
         ({"tools": [multiply], "renderer": "smoke"}, "knows no family 'smoke'|renderer needs the package"),
         ({"tools": [multiply], "data": Dataset.from_dict({"prompt": ["text"]})}, "must be a list of messages"),
-        ({"environment_factory": {"a": Product}, "rehearse_rewards": False}, "environment=None is none of 'a'"),
+        ({"environment_factory": {"a": Product}, "data": None}, "requires a `train_dataset`"),
+        ({"tools": [multiply], "data": None}, "`train_dataset` is required"),
+        (
+            {"environment_factory": {"a": Product}, "rehearse_rewards": False},
+            "environment=None is not among the environments .*'a'",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_training(arguments: dict[str, Any], message: str, make: Make) -> None:
@@ -473,3 +478,46 @@ def test_the_report_of_a_run_with_tools_shows_turns_results_and_the_gap_of_each_
     reasons = [label.partition(", ")[2] for label, _ in said if label.startswith("assistant")]
     assert reasons == list(talking.rollouts[0].finish_reasons)
     assert "→ multiply(" in said[0][1]
+
+
+class Judged:
+    def reset(self, **_: Any) -> None:
+        """Begin."""
+
+    def get_reward(self) -> float:
+        return 1.0
+
+    def look(self) -> str:
+        """Look around."""
+        return "nothing"
+
+
+class Awaited(Judged):
+    async def get_reward(self) -> float:  # type: ignore[override]
+        return 2.0
+
+
+class Unjudged:
+    def reset(self, **_: Any) -> None:
+        """Begin."""
+
+
+def test_the_environments_own_rewards_stand_behind_the_functions_and_can_be_weighted(make: Make) -> None:
+    kinds = {"a": Judged, "b": Unjudged, "c": Judged, "d": Awaited}
+    data = DATA.select(range(4)).add_column("environment", list(kinds))
+    run = make(data=data, environment_factory=kinds, reward_weights=[0.5], max_steps=1, per_device_train_batch_size=16)
+    assert run.reward_func_names == ["by_calls", "Judged", "Awaited"]
+    assert run.reward_weights.tolist() == [0.5, 1.0, 1.0]
+    assert run.reward_processing_classes == [None] * 3
+    assert run.reward_funcs[0] is by_calls
+    assert run.reward_funcs[1](environments=[Judged(), Unjudged(), Awaited()]) == [1.0, None, None]
+    assert run.reward_funcs[2](environments=[Judged(), Unjudged(), Awaited()]) == [None, None, 2.0]
+    assert [method.__name__ for method in run.tools] == ["look", "look", "look"]
+    assert run.environment_factories == kinds
+    run.reward_weights[1:] = torch.tensor([0.25, 3.0])
+    run.train()
+    rollouts = [r for group in run.loop.generation.groups for r in group.rollouts]
+    assert {r.scores["Awaited"] for r in rollouts} == {None, 2.0}
+    for rollout in rollouts:
+        own = zip((0.5, 0.25, 3.0), rollout.scores.values(), strict=True)
+        assert rollout.reward == pytest.approx(sum(weight * score for weight, score in own if score is not None))

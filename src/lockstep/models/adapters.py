@@ -85,8 +85,8 @@ def add_adapter(model: PreTrainedModel, peft_config: Any, *, seed: int = 0) -> A
         raise InputError(f"peft_config is a {type(peft_config).__name__}; give a peft.LoraConfig")
     if not isinstance(peft_config, peft.LoraConfig) or peft_config.peft_type != peft.PeftType.LORA:
         raise InputError(
-            f"peft_config is a {type(peft_config).__name__}, which is not supported: only LoRA's weights can be merged for an "
-            "engine; give a peft.LoraConfig"
+            f"peft_config is a {type(peft_config).__name__}, which is not supported (nor is any prompt-learning): only LoRA's "
+            "weights can be merged for an engine; give a peft.LoraConfig"
         )
     if getattr(peft_config, "layer_replication", None):
         raise InputError("layer_replication is not supported: the engine's model has no copies of layers")

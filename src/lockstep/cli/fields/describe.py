@@ -29,7 +29,7 @@ _TYPES = {int: "int", float: "float", str: "text"}
 # What fields of transformers mean here, where its own help says something else.
 _HERE = {
     "metric_for_best_model": "Metric of an evaluation by which `load_best_model_at_end` chooses. Default: reward.",
-    "save_strategy": "When checkpoints are written: no, steps or epoch.",
+    "save_strategy": "When checkpoints are written: no, steps, epoch, or best (after an evaluation that is the best so far).",
     "resume_from_checkpoint": "A checkpoint from which `trainer.train()` goes on. Commands go on by themselves, and refuse it.",
     "optim": "The optimizer. Those that step inside the backward (lomo, layerwise, schedule_free) are refused.",
 }

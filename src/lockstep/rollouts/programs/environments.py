@@ -281,6 +281,12 @@ class Environments:
         else:
             environment.end()
 
+    @property
+    def methods(self) -> list[Any]:
+        """The methods that a model may call, of one environment of each factory, as far as one is free."""
+        every = [getattr(free[0].instance, name) for free in self._free.values() if free for name in free[0].tools]
+        return list(dict.fromkeys(every))
+
     def spare(self) -> Any:
         """The user's object of an environment that no rollout has; None if there is none."""
         return next((free[0].instance for free in self._free.values() if free), None)

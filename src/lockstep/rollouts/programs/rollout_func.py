@@ -88,7 +88,8 @@ def _checked(columns: Any, count: int) -> dict[str, Any]:
     missing = [name for name in _REQUIRED if name not in columns]
     if missing:
         raise InputError(
-            f"rollout_func returned no {missing[0]!r}; it returned {', '.join(map(str, columns)) or 'nothing'}"
+            f"rollout_func must return keys {missing} in its output dict; it returned "
+            f"{', '.join(map(str, columns)) or 'nothing'}"
         )
     for name, values in columns.items():
         own = name in _OWN and values is not None

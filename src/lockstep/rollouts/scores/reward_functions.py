@@ -21,7 +21,8 @@ Given: TypeAlias = str | PreTrainedModel | RewardFunction
 ProcessingClasses: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
 
 
-_ADVICE = ": give reward_funcs, or environments with a method get_reward"
+# The first words are TRL's (CONTRIBUTING.md).
+_NO_SOURCE = "No reward source provided: give reward_funcs, or environments with a method get_reward"
 
 
 def entries_of(given: Any) -> list[Any]:
@@ -52,7 +53,7 @@ def reward_scorer(
     """
     entries = [] if own and given is None else entries_of(given)
     if (not entries and not own) or None in entries:
-        raise InputError("no reward function given" + _ADVICE)
+        raise InputError(_NO_SOURCE)
     weighted = [1.0] * len(entries) if weights is None else list(weights)
     # Before a reward model is loaded.
     check_weights(weighted, len(entries))
@@ -61,7 +62,7 @@ def reward_scorer(
         if entries
         else []
     )
-    return RewardScorer(functions, weighted, timeout, own, environment_of)
+    return RewardScorer(functions, [*weighted, *(1.0 for _ in own)], timeout, own, environment_of)
 
 
 def reward_functions(

@@ -62,14 +62,14 @@ class RewardScorer:
 
     Attributes:
         functions: reward functions, and reward models behind the same convention.
-        weights: one weight per function.
+        weights: one weight per function, and behind them one for each of `own`.
         timeout: seconds that coroutine functions may take together, and that each plain function may take.
-        own: the rewards that rollouts bring from their environments, by the names of the environments' classes; weight 1 each.
+        own: the rewards that rollouts bring from their environments, by the names of the environments' classes.
         environment_of: gives the environment of a rollout; None if there are no environments.
     """
 
     functions: Sequence[RewardFunction]
-    weights: Sequence[float]
+    weights: list[float]
     timeout: float
     own: Sequence[str] = ()
     environment_of: EnvironmentOf | None = None
@@ -78,7 +78,7 @@ class RewardScorer:
         return call_functions(groups, self.functions, state, self.timeout, log, self.own, self.environment_of)
 
     def finish(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        return weigh_scores(groups, [*self.weights, *(1.0 for _ in self.own)])
+        return weigh_scores(groups, self.weights)
 
 
 def check_weights(weights: Sequence[float], functions: int) -> None:
@@ -88,7 +88,9 @@ def check_weights(weights: Sequence[float], functions: int) -> None:
         InputError: there is not.
     """
     if len(weights) != functions:
-        raise InputError(f"reward_weights has {len(weights)} entries for {functions} reward functions")
+        raise InputError(
+            f"reward_weights has {len(weights)} entries for {functions} reward functions; the numbers must match"
+        )
 
 
 def call_functions(

@@ -86,8 +86,19 @@ class ZeroSettings:
 
     @property
     def shards(self) -> bool:
-        """Whether models are sharded (stage 3). With stage 0 each rank holds whole models."""
+        """Whether models are sharded (stage 3). With the other stages each rank holds whole models and a whole optimizer."""
         return _stage(self.found) == 3
+
+    @property
+    def saves_less(self) -> str:
+        """What to say about a stage that spreads the optimizer over ranks (1 and 2): it is whole here. Empty: nothing."""
+        stage = _stage(self.found)
+        if stage not in (1, 2):
+            return ""
+        return (
+            f"zero_optimization.stage={stage} ({self.source}) spreads the optimizer over ranks. Here every rank holds it "
+            "whole: the results are the same, and the memory is that of stage 0. To save memory, use stage 3"
+        )
 
 
 def take_zero_settings(deepspeed: Any, environment: MutableMapping[str, str]) -> ZeroSettings | None:
@@ -185,11 +196,8 @@ def _of_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _check(found: dict[str, Any], source: str) -> None:
     zero, optimizer = _section(found, "zero_optimization", source), _section(found, "optimizer", source)
-    if (stage := _stage(found)) not in (0, 3):
-        raise InputError(
-            f"zero_optimization.stage={stage} is not supported ({source}): stage 3 shards the models, and stage 0 or no DeepSpeed "
-            "leaves them whole on every rank"
-        )
+    if (stage := _stage(found)) not in (0, 1, 2, 3):
+        raise InputError(f"zero_optimization.stage={stage} ({source}); it must be 0, 1, 2 or 3")
     for part in ("param", "optimizer"):
         device = _section(zero, f"offload_{part}", source).get("device")
         if str(device).lower() not in ("none", ""):

@@ -165,7 +165,7 @@ def check_fields(config: Any) -> None:
     for field in fields(config):
         _check_kind(field, getattr(config, field.name, None), types[field.name])
         for value in _numbers(getattr(config, field.name, None)):
-            _check_number(field.name, value)
+            check_number(field.name, value)
     for name in config._VALID_DICT_FIELDS:
         _check_mapping(name, getattr(config, name, None))
     check_trackers(config.report_to)
@@ -202,7 +202,12 @@ def _numbers(value: Any) -> Iterator[float]:
             yield entry
 
 
-def _check_number(name: str, value: float) -> None:
+def check_number(name: str, value: float) -> None:
+    """Check one number of a field.
+
+    Raises:
+        InputError: it is NaN, infinite or out of the field's bounds.
+    """
     if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and name not in _MAY_BE_INFINITE)):
         raise InputError(f"{name}={value}; it must be a finite number")
     bounds = BOUNDS.get(name)

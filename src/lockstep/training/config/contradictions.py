@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from lockstep.training.config.online_config import OnlineConfig
 
 
+def value_of(field: object) -> str:
+    """The text of a field that may be a member of an enumeration."""
+    return str(getattr(field, "value", field))
+
+
 def check_staleness(config: OnlineConfig) -> None:
     """Check `max_staleness`.
 
@@ -80,17 +85,22 @@ def check_best_model(config: OnlineConfig) -> None:
     """Check that the best model of a run can be found. `run_files/resumable.py` places the checkpoints.
 
     Raises:
-        InputError: evaluations do not have the metric, or the checkpoints are not where the evaluations are.
+        InputError: the checkpoints are not where the evaluations are, or there are no evaluations.
     """
+    steps = config.optimizer_steps_per_generation
+    if config.saves_best:
+        if value_of(config.eval_strategy) == "no":
+            raise InputError("save_strategy=best saves after an evaluation, and there is none; set eval_strategy")
+        every = config.eval_steps or 0
+        if value_of(config.eval_strategy) == "steps" and (every < 1 or every % steps):
+            raise InputError(
+                f"save_strategy=best with eval_steps={every:g}: a run can go on only from where a generation of {steps} optimizer "
+                f"steps ends; make eval_steps a multiple of {steps}"
+            )
+        return
     if not config.load_best_model_at_end:
         return
-    if str(config.metric_for_best_model).removeprefix("eval_") == "loss":
-        raise InputError(
-            "metric_for_best_model=loss: an evaluation samples and has no loss; leave it out (then it is reward), or name "
-            "another metric of an evaluation"
-        )
-    by_steps = str(getattr(config.save_strategy, "value", config.save_strategy)) == "steps"
-    steps = config.optimizer_steps_per_generation
+    by_steps = value_of(config.save_strategy) == "steps"
     if by_steps and (config.save_steps < 1 or config.save_steps % steps):
         raise InputError(
             f"load_best_model_at_end with save_steps={config.save_steps:g}: checkpoints are only written where a generation of "

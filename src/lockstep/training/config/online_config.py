@@ -6,6 +6,7 @@ Fields of TRL that Lockstep does not support are refused in `__post_init__`. No 
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,6 +28,7 @@ from lockstep.training.config.contradictions import (
     check_corrections,
     check_quantised_sampling,
     check_staleness,
+    value_of,
 )
 from lockstep.training.config.fields.agents import AgentFields
 from lockstep.training.config.fields.colocate import ColocateFields
@@ -38,6 +40,8 @@ from lockstep.training.config.fields.servers import ServerFields
 from lockstep.training.config.fields.tools import ToolFields
 from lockstep.training.config.fields.trl import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
 from lockstep.training.config.precision import has_fast_bf16
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -198,9 +202,9 @@ class OnlineConfig(
         self.asks_for_progress_bar = self.disable_tqdm is False
         check_fields(self)
         scheduler = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
-        by_metric = self.load_best_model_at_end or scheduler in ("reduce_lr_on_plateau", "greedy")
+        by_metric = self.load_best_model_at_end or self.saves_best or scheduler in ("reduce_lr_on_plateau", "greedy")
         if by_metric and self.metric_for_best_model is None:  # type: ignore[has-type]
-            # transformers would take the evaluation's loss, and an evaluation here has none.
+            # transformers would take the evaluation's loss. The loss of a policy on what it has just sampled says little.
             self.metric_for_best_model = "reward"
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_fast_bf16()
@@ -216,6 +220,8 @@ class OnlineConfig(
         if self.zero is not None:
             check_values(self.zero, self)
             self.deepspeed = self.zero.field
+            if self.zero.saves_less and self.process_index == 0:
+                _logger.warning(self.zero.saves_less)
         if self.shards is not None:
             # As the user has set them: a copy of the config asks for the same. The base class has made no plugin from them.
             self.fsdp, self.fsdp_config = True, self.shards.fields
@@ -242,6 +248,11 @@ class OnlineConfig(
         Raises:
             InputError: the sizes contradict each other.
         """
+
+    @property
+    def saves_best(self) -> bool:
+        """Whether a checkpoint is written after an evaluation that is better than all before, and only then."""
+        return value_of(self.save_strategy) == "best"
 
     @property
     def sharded_by(self) -> str | None:
@@ -340,6 +351,8 @@ class OnlineConfig(
             refuse_unsupported(name, getattr(self, name))
         if self.n_gpu > 1:
             raise InputError("several GPUs in one process are not supported; start one process per GPU (torchrun)")
+        if self.world_size > 1 and self.saves_best:
+            raise InputError("save_strategy=best is not supported with several processes; use steps, epoch or no")
         for name, value in {
             "save_on_each_node": False,
             "metric_for_best_model": None,
@@ -350,8 +363,6 @@ class OnlineConfig(
                 raise InputError(
                     f"{name}={getattr(self, name)!r} is not supported with several processes; leave it out"
                 )
-        if str(self.save_strategy) in ("best", "SaveStrategy.BEST"):
-            raise InputError("save_strategy=best is not supported yet; use steps, epoch or no")
         optimizer = str(getattr(self.optim, "value", self.optim))
         if "layerwise" in optimizer or optimizer.startswith(("lomo", "adalomo", "schedule_free")):
             raise InputError(f"optim={optimizer} steps inside the backward pass, before the proof; it is not supported")

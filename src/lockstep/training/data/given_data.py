@@ -10,6 +10,7 @@ resumed exactly.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -20,6 +21,8 @@ from datasets import Dataset, IterableDataset
 from lockstep.errors import InputError
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.data.prompts import check_dataset, datasets_of_environment
+
+_logger = logging.getLogger(__name__)
 
 # The name of the prompts of a single evaluation set. Those of a set called `math` are named `eval/math`.
 SINGLE = "eval"
@@ -49,9 +52,11 @@ def read_data(train: Any, evaluation: Any, config: OnlineConfig, environment_fac
     """Read and check what a trainer got.
 
     Raises:
-        InputError: as in `check_dataset`, `named_sets` and `datasets_of_environment`; or a training stream without `max_steps`.
+        InputError: as in `check_dataset`, `named_sets`, `datasets_of_environment` and `check_dispatch`; or a training
+            stream without `max_steps`.
     """
     ordered = isinstance(train, IterableDataset)
+    check_dispatch(train, evaluation, config)
     if ordered:
         train = _training_rows(train, config)
     evaluation = read_sets(evaluation)
@@ -61,6 +66,27 @@ def read_data(train: Any, evaluation: Any, config: OnlineConfig, environment_fac
     for name, data in named_sets(evaluation).items():
         check_dataset(data, name)
     return GivenData(train, evaluation, ordered)
+
+
+def check_dispatch(train: Any, evaluation: Any, config: OnlineConfig) -> None:
+    """Set `dispatch_batches` for streams, as TRL's trainers do. It changes nothing: each rank reads all rows first.
+
+    Raises:
+        InputError: a stream is given, and the config asks for `dispatch_batches=True`. TRL refuses it, in these words.
+    """
+    several = evaluation.values() if isinstance(evaluation, Mapping) else [evaluation]
+    asked: Any = config.accelerator_config
+    if not any(isinstance(data, IterableDataset) for data in (train, *several)):
+        if asked.dispatch_batches and config.process_index == 0:
+            _logger.warning(
+                "dispatch_batches=True has no effect here: every rank reads all rows before training begins"
+            )
+        return
+    if asked.dispatch_batches:
+        raise InputError(
+            "Iterable datasets require `dispatch_batches=False`, but it is set to `True` in `accelerator_config`: leave it out"
+        )
+    asked.dispatch_batches = False
 
 
 def read_sets(given: Any) -> Any:

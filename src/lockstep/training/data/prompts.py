@@ -46,10 +46,13 @@ def datasets_of_environment(
         InputError: there is no training dataset, and either `max_steps` is not set or the environments are chosen by a column.
     """
     if train is None:
-        if isinstance(factory, Mapping) or config.max_steps <= 0:
+        if isinstance(factory, Mapping):
             raise InputError(
-                "without a train_dataset the environment gives the prompts: set max_steps, and give a single environment_factory"
+                "environment_factory is a mapping, which requires a `train_dataset` with a column environment: it says which "
+                "environment a row has. Give one, or a single environment_factory"
             )
+        if config.max_steps <= 0:
+            raise InputError("without a train_dataset the environment gives the prompts: set max_steps")
         train = Dataset.from_dict({"prompt": [_EMPTY] * config.prompts_per_generation})
     if isinstance(evaluation, Mapping):
         return with_empty_prompts(train), {name: with_empty_prompts(data) for name, data in evaluation.items()}
@@ -73,6 +76,8 @@ def check_dataset(dataset: Any, name: str) -> None:
         InputError: there is no `prompt` column, a column has the name of an argument of reward functions, there are no rows, or it
             is not a map-style dataset.
     """
+    if dataset is None:
+        raise InputError("`train_dataset` is required, unless an environment_factory gives the prompts")
     if not isinstance(dataset, Dataset):
         raise InputError(f"the {name} dataset must be a datasets.Dataset, got {type(dataset).__name__}")
     if len(dataset) == 0:

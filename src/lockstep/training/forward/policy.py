@@ -25,7 +25,7 @@ from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer, load_toke
 from lockstep.training.config.interruption import check_end_of_thinking
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.attention.flex_attention import ASKED, adopt_flex_attention
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+from lockstep.training.forward.attention.tree_attention import adopt_tree_attention, is_flash
 
 _logger = logging.getLogger(__name__)
 
@@ -115,16 +115,31 @@ def _freeze_vision_tower(policy: PreTrainedModel) -> None:
 
 
 def _adopt_attention(model: PreTrainedModel, args: OnlineConfig) -> None:
-    if model.config._attn_implementation == ASKED:
+    asked = model.config._attn_implementation
+    if is_flash(asked):
+        _tell_of_flash(asked, args)
+    if asked == ASKED:
         adopt_flex_attention(model, args.device, torch.bfloat16 if args.bf16 else model.dtype)
     else:
         adopt_tree_attention(model)
+
+
+def _tell_of_flash(asked: str, args: OnlineConfig) -> None:
+    if args.process_index == 0:
+        advice = "" if args.device.type == "cpu" else "; flex_attention is the fast one for them on a GPU"
+        _logger.warning(
+            f"attn_implementation={asked} becomes sdpa, which computes the same attention: completions share their prompt "
+            f"in a pack, and FlashAttention has no mask for that{advice}"
+        )
 
 
 def _init_kwargs(args: OnlineConfig, quantization_config: Any, peft_config: Any) -> dict[str, Any]:
     given: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
     # The path is already that of the revision.
     given.pop("revision", None)
+    if is_flash(asked := given.get("attn_implementation")):
+        _tell_of_flash(asked, args)
+        given["attn_implementation"] = "sdpa"
     if quantization_config is not None:
         if "quantization_config" in given:
             raise InputError(

@@ -10,14 +10,9 @@ from collections.abc import Sequence
 
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
+from lockstep.terminal_log import TRL_LOGGER
 
 _logger = logging.getLogger(__name__)
-# Programs that read TRL's logs find its words here. The logger is not a child of `trl`, which does not propagate once TRL is
-# imported, and not of `lockstep`, whose lines are printed. Without a handler, Python would print the words itself.
-_trl_logger = logging.getLogger("lockstep_trl")
-_trl_logger.addHandler(logging.NullHandler())
-# Other libraries change the level of the root logger, which would count otherwise.
-_trl_logger.setLevel(logging.WARNING)
 
 
 class UnscoredGenerations:
@@ -59,7 +54,7 @@ class UnscoredGenerations:
                 f"learned from it (this is generation {self._in_a_row} in a row; the run ends at {self._limit})"
             )
             prompt = groups[0].prompt
-            _trl_logger.warning(
+            TRL_LOGGER.warning(
                 "All reward functions returned None for the following kwargs:\n%s",
                 {"prompt": prompt.source, **prompt.columns},
             )

@@ -22,12 +22,15 @@ class EntropyBonus:
 
     After each step, an adaptive coefficient rises if the step's mean entropy is at or below the target, and falls otherwise,
     within its bounds. It is applied only if the last step's entropy was at or below the target (TRL 1.16's controller).
+
+    Attributes:
+        coefficient: the weight, as the last step has left it.
     """
 
     def __init__(self, config: GRPOConfig) -> None:
         self.used = config.entropy_coef != 0.0 or config.use_adaptive_entropy
         self._config = config
-        self._coefficient = config.entropy_coef
+        self.coefficient = config.entropy_coef
         self._last_entropy = float("inf")
         self._tokens = 0
 
@@ -47,7 +50,7 @@ class EntropyBonus:
         learned = entropies * kept
         tally.mean(_NAME, float(learned.detach().sum()), int(kept.sum()))
         low = self._last_entropy <= self._config.entropy_target
-        coefficient = self._coefficient if low or not self._config.use_adaptive_entropy else 0.0
+        coefficient = self.coefficient if low or not self._config.use_adaptive_entropy else 0.0
         return coefficient * learned.sum() / max(self._tokens, 1)
 
     def finish_step(self, tally: Tally) -> float:
@@ -56,17 +59,17 @@ class EntropyBonus:
         if config.use_adaptive_entropy and tokens:
             self._last_entropy = tally.total(_NAME) / tokens
             up = self._last_entropy <= config.entropy_target
-            moved = self._coefficient + (config.entropy_coef_delta if up else -config.entropy_coef_delta)
-            self._coefficient = min(max(moved, config.entropy_coef_min), config.entropy_coef_max)
-        return self._coefficient
+            moved = self.coefficient + (config.entropy_coef_delta if up else -config.entropy_coef_delta)
+            self.coefficient = min(max(moved, config.entropy_coef_min), config.entropy_coef_max)
+        return self.coefficient
 
     def state(self) -> dict[str, float]:
         """The state for a checkpoint; empty if the coefficient is fixed."""
         if not self._config.use_adaptive_entropy:
             return {}
-        return {"entropy_coef": self._coefficient, "last_entropy": self._last_entropy}
+        return {"entropy_coef": self.coefficient, "last_entropy": self._last_entropy}
 
     def load_state(self, state: dict[str, float]) -> None:
         """Continue from a checkpoint's state."""
-        self._coefficient = state.get("entropy_coef", self._coefficient)
+        self.coefficient = state.get("entropy_coef", self.coefficient)
         self._last_entropy = state.get("last_entropy", self._last_entropy)

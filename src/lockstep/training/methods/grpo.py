@@ -165,6 +165,16 @@ class GRPOObjective(Objective[GRPOConfig]):
             return {}
         return {"policy_loss": tally.total("_policy_loss"), "entropy_coef": self._bonus.finish_step(tally)}
 
+    @property
+    def entropy_coef(self) -> float:
+        """The weight of the entropy bonus, as the last step has left it."""
+        return self._bonus.coefficient
+
+    def set_entropy_coef(self, value: float) -> float:
+        """Give the entropy bonus another weight, from the next micro-batch on. Returns the earlier one."""
+        before, self._bonus.coefficient = self._bonus.coefficient, value
+        return before
+
     def state(self) -> dict[str, Any]:
         return self._bonus.state()
 

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from lockstep.algorithms.advantages import ScaleRewards
 from lockstep.algorithms.policy_loss import ImportanceLevel, LossType
 from lockstep.errors import InputError
+from lockstep.terminal_log import TRL_LOGGER
 from lockstep.training.config.documented import documented
 from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.group_config import GroupConfig
@@ -101,10 +102,11 @@ class GRPOConfig(GroupConfig):
         level, loss = self.importance_sampling_level, self.loss_type
         said = None
         if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):
-            said = f"loss_type={loss} sums over tokens, so each completion counts by its length; GSPO is loss_type=grpo"
+            said = f"loss_type={loss} sums tokens, which weights each sequence by its completion length; GSPO is loss_type=grpo"
         elif level != "sequence" and loss == "luspo":
             said = "LUSPO's paper has ratios per completion: importance_sampling_level=sequence"
         elif level != "token" and loss == "vespo":
             said = "VESPO weighs completions itself: leave importance_sampling_level out"
         if said is not None:
             _logger.warning(f"importance_sampling_level={level}: {said}")
+            TRL_LOGGER.warning(said)

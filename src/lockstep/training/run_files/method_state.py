@@ -18,8 +18,10 @@ from lockstep.training.data.prompt_order import PromptOrder
 from lockstep.training.forward.reference import FILE as REFERENCE
 from lockstep.training.forward.reference import Reference
 from lockstep.training.methods.objective import Objective
+from lockstep.training.run_files.changes import Changes
 
 CRITIC, OBJECTIVE, PROMPTS = "value_head.safetensors", "objective.json", "prompts.json"
+CHANGES = "changes.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,14 @@ class MethodState:
         moving_reference: the reference model, if it follows the policy; else None. A fixed reference model is not saved, because
             a resumed run creates it again.
         critic: the value head; None if there is none.
+        changes: what the user has changed at the trainer.
     """
 
     objective: Objective
     moving_reference: Reference | None
     critic: torch.nn.Module | None
     order: PromptOrder
+    changes: Changes
 
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint, before the base class saves: its last file marks the checkpoint as complete."""
@@ -44,6 +48,8 @@ class MethodState:
             (folder / OBJECTIVE).write_text(json.dumps(state))
         if solved := self.order.state():
             (folder / PROMPTS).write_text(json.dumps(solved))
+        if changed := self.changes.state():
+            (folder / CHANGES).write_text(json.dumps(changed))
         if self.critic is not None:
             save_file(self.critic.state_dict(), folder / CRITIC)
         if self.moving_reference is not None:
@@ -59,6 +65,8 @@ class MethodState:
             self.objective.load_state(json.loads(_there(folder / OBJECTIVE, "the method's state").read_text()))
         if self.order.state():
             self.order.load_state(json.loads(_there(folder / PROMPTS, "the prompts that are solved").read_text()))
+        if (changed := folder / CHANGES).is_file():
+            self.changes.load_state(json.loads(changed.read_text()))
         if self.critic is not None:
             self.critic.load_state_dict(load_file(_there(folder / CRITIC, "the value head")))
         if self.moving_reference is not None:

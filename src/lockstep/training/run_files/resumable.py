@@ -35,7 +35,8 @@ class ResumableSaves(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Computed again, because a state from a checkpoint has the intervals of the run that wrote it.
         state.compute_steps(args, state.max_steps)
-        if args.save_strategy != SaveStrategy.NO and state.max_steps % self._steps and self._owner:
+        regular = args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
+        if regular and state.max_steps % self._steps and self._owner:
             _logger.info(
                 f"the run ends at step {state.max_steps}, inside a generation of {self._steps} steps; its last "
                 f"checkpoint has the final weights, and a run can go on from the one of step {self._last_whole(state)}"
@@ -52,19 +53,24 @@ class ResumableSaves(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if (
-            args.save_strategy != SaveStrategy.NO
+            args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
             and state.max_steps % self._steps
             and state.global_step == self._last_whole(state)
         ):
             control.should_save = True
         # Also at the end. Otherwise the steps after the last multiple of logging_steps would never be logged.
-        if (control.should_save or control.should_training_stop) and args.logging_strategy != IntervalStrategy.NO:
-            control.should_log = True
+        if control.should_training_stop or self._may_save(args, control):
+            control.should_log = args.logging_strategy != IntervalStrategy.NO or control.should_log
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # With `save_strategy: epoch` the checkpoint is asked for here.
-        if control.should_save and args.logging_strategy != IntervalStrategy.NO:
+        if self._may_save(args, control) and args.logging_strategy != IntervalStrategy.NO:
             control.should_log = True
+
+    @staticmethod
+    def _may_save(args: Any, control: Any) -> bool:
+        # With `save_strategy: best` the evaluation decides, after the log.
+        return control.should_save or (args.save_strategy == SaveStrategy.BEST and control.should_evaluate)
 
     def _last_whole(self, state: Any) -> int:
         """The step at which the last whole generation of the run ends."""

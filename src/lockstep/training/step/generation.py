@@ -172,6 +172,7 @@ def prepare_generation(
     objective: Objective,
     version: int,
     sequences: Sequence[TrainingSequence] | None = None,
+    per_step: int | None = None,
 ) -> Generation:
     """Advantages, loss weights and micro-batches of a generation.
 
@@ -180,8 +181,9 @@ def prepare_generation(
 
     Args:
         sequences: the sequences of the groups, with the log-probs that the method needs; None: made from the groups.
+        per_step: number of rollouts of an optimizer step; None: that of the config.
     """
-    config = objective.config
+    config, per_step = objective.config, per_step or objective.config.completions_per_step
     found = {own[0].rollout or own[0].name: own for own in rollouts_of(sequences or sequences_of(groups, version))}
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     branches = [found.get(str(rollout.key), []) for rollout in rollouts]
@@ -193,8 +195,8 @@ def prepare_generation(
     counted = torch.tensor([not objective.filtered(group) for group in groups])[places]
     kept = torch.tensor([0 if objective.is_masked(r) else s.length for s, r in zip(advantaged, rollouts, strict=True)])
     weights = torch.zeros(len(advantaged))
-    for start in range(0, len(advantaged), config.completions_per_step):
-        step = torch.arange(start, min(start + config.completions_per_step, len(advantaged)))
+    for start in range(0, len(advantaged), per_step):
+        step = torch.arange(start, min(start + per_step, len(advantaged)))
         step = step[counted[step]]
         if len(step):
             weights[step] = torch.where(kept[step] > 0, objective.sequence_weights(kept[step], places[step]), 0.0)
@@ -243,12 +245,12 @@ class Preparation:
             found = self.scores(policy, sequences)
             sequences = [found.beside(s) for s in sequences]
         if self._objective.kl_in_reward:
-            logps = self._reference_logps(policy, sequences, groups, version)
+            logps = self.reference_logps(policy, sequences, groups, version)
             sequences = [s.but(ref_logps=logps[s.name]) for s in sequences]
         generation = prepare_generation(groups, self._objective, version, sequences)
         generation = replace(generation, expected=advantage_proof(self._objective, groups, sequences))
         if self._objective.uses_reference and not self._objective.kl_in_reward:
-            generation = self._with_reference(policy, generation)
+            generation = self.with_reference(policy, generation)
         if self._config.single_update:
             generation = generation.changed(self._to_be_scored)
         if found is None:
@@ -289,15 +291,24 @@ class Preparation:
 
         return self._objective.prepare_step(sequences, entropies)
 
-    def _with_reference(self, policy: Policy, generation: Generation) -> Generation:
+    def with_reference(self, policy: Policy, generation: Generation) -> Generation:
         """The generation with the reference model's log-probs, for the sequences whose loss uses them."""
         learned = [s for batch in generation.micro_batches for s in batch if self._objective.has_gradient(s)]
-        logps = self._reference_logps(policy, learned, generation.groups, generation.version)
+        logps = self.reference_logps(policy, learned, generation.groups, generation.version)
         return generation.changed(lambda s: s.but(ref_logps=logps.get(s.name)))
 
-    def _reference_logps(
+    def reference_logps(
         self, policy: Policy, sequences: Sequence[TrainingSequence], groups: Sequence[RolloutGroup], version: int
     ) -> Scores:
+        """The reference model's log-probs, by name of the sequence. Every rank calls this.
+
+        Args:
+            groups: those of the sequences.
+            version: weight version of the policy, which draws the completion whose log-probs are computed a second time.
+
+        Raises:
+            ProofError: the second time gives other log-probs.
+        """
         assert self._reference is not None
         with self._clock.phase("reference"), self._reference.model() as model:
             scorer = replace(policy, model=model, critic=None)

@@ -95,6 +95,7 @@ class EvaluatesBySampling(TRLNames):
 
     def _evaluate_sets(self, eval_dataset: Any, metric_key_prefix: str) -> dict[str, float]:
         self.last_eval_groups = []
+        self.take_weights()
         found: dict[str, float] = {}
         for name, prompts in self._evaluated(eval_dataset).items():
             own = name.removeprefix(SINGLE).removeprefix("/")

@@ -44,6 +44,7 @@ from lockstep.training.generate.rollouts.function import RolloutFunc, RolloutFun
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
 from lockstep.training.methods.objective import Objective
+from lockstep.training.run_files.changes import Changes
 from lockstep.training.run_files.completion_log import show_generation
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.run_files.run_identity import run_inputs
@@ -168,9 +169,10 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
 
         self.ranks.share("data", read)
         (data,) = found
+        given = (train_dataset if train_dataset is not None else data.train, eval_dataset)
         train_dataset, eval_dataset = data.train, data.evaluation
         self._has_environments = environment_factory is not None
-        self.tools = list(tools or [])
+        self._given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
         self.rollout_tools = rollout_tools(
             tools, environment_factory, rollout_func, agent, args, self.ranks, train_dataset, model
         )
@@ -196,7 +198,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.critic = self.make_critic(policy)
         follows = getattr(args, "sync_ref_model", False) and self.reference is not None
         context = context_within(policy, args.context_limit)
-        ends, ids_of = end_ids(causal_model(policy), tokenizer), None
+        self._end_ids = ends = tuple(end_ids(causal_model(policy), tokenizer))
+        ids_of = None
         if self.rollout_tools is not None:
             self.rollout_tools.open(tokenizer, ends, images)
             ids_of = self.rollout_tools.prompt_ids
@@ -231,7 +234,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.ranks.on_owner("inputs", lambda: self.inputs.update(run_inputs(rows, code, args)))
         self.rows = {part: len(prompts) for part, prompts in rows.items() if prompts}
         self._seen = {name: self.count_seen(prompts) for name, prompts in self._eval_prompts.items()}
-        self._method_state = MethodState(self.objective, self.reference if follows else None, self.critic, self._order)
+        self.changes = Changes(self.objective, scorer, self.settings)
+        moving = self.reference if follows else None
+        self._method_state = MethodState(self.objective, moving, self.critic, self._order, self.changes)
 
         if args.sharded_by is not None:
             shard_models(
@@ -240,8 +245,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         super().__init__(
             model=policy,
             args=args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
+            train_dataset=given[0],
+            eval_dataset=given[1],
             processing_class=tokenizer,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -324,14 +329,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         """The proofs of the run; only on the rank that holds the engine."""
         return self.source.proofs
 
-    @property
-    def environments(self) -> list[Any] | None:
-        """The environments of the rollouts that were scored last, in the order of the rollouts; None if there are none.
-
-        They are on the rank that holds the engine. The next generation resets them.
-        """
-        return getattr(self.rollout_tools, "scored_environments", None)
-
     # ---- data -------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> PromptLoader:
@@ -365,6 +362,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         Raises:
             ProofError: trainer and engine do not agree; no optimizer step is taken.
         """
+        self.take_weights()
         model.train()
         loss = self.loop.micro_step(inputs)
         every = self.config.torch_empty_cache_steps
@@ -375,6 +373,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
 
     def rollouts(self) -> list[RolloutGroup]:
         """Scored rollouts of all training prompts, by the policy as it is. Nothing is learned."""
+        self.take_weights()
         return self.loop.rollout_in_parts(self._train_prompts, self.config.group_size)
 
     # ---- evaluation, logs, checkpoints ------------------------------------------------------------------------------

@@ -36,22 +36,29 @@ ONE_VALUE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-# Fields of TrainingArguments that Lockstep's step does not use, or that would break it, with the only supported value.
-UNSUPPORTED: dict[str, object] = {
-    "fp16": False,
-    "auto_find_batch_size": False,
-    "ignore_data_skip": False,
-    "parallelism_config": None,
-    "remove_unused_columns": False,
-    "dataloader_drop_last": True,
-    "torch_compile": False,
-    "label_smoothing_factor": 0.0,
-    "neftune_noise_alpha": None,
-    "train_sampling_strategy": "random",
+# Fields of TrainingArguments that Lockstep's step does not use, or that would break it: the only supported value, and the reason.
+UNSUPPORTED: dict[str, tuple[object, str]] = {
+    "fp16": (
+        False,
+        "float16 needs a loss scaler, which multiplies the gradients that the proofs compare and leaves out steps; use bf16, or "
+        "neither for float32",
+    ),
+    "auto_find_batch_size": (
+        False,
+        "the batch is a part of the method; lower token_budget instead, which changes no result",
+    ),
+    "ignore_data_skip": (False, "a resumed run would get other prompts than the run without a break"),
+    "parallelism_config": (None, "use FSDP2 or DeepSpeed (docs/guides/sharding.md)"),
+    "remove_unused_columns": (False, "reward functions get all columns"),
+    "dataloader_drop_last": (True, "a generation is always whole"),
+    "torch_compile": (False, "a compiled forward has not been compared with the engine"),
+    "label_smoothing_factor": (0.0, "it has no meaning for these losses"),
+    "neftune_noise_alpha": (None, "the engine has no such noise"),
+    "train_sampling_strategy": ("random", "use shuffle_dataset"),
 }
 
 _SAMPLED = "an evaluation samples with the engine, in the engine's dtype"
-_NO_LOSS = "an evaluation samples, and computes no loss"
+_NO_OUTPUTS = "an evaluation samples, and gathers no outputs of the model"
 _UNWRAPPED = "the model is not wrapped by DistributedDataParallel"
 
 # Fields without an effect here: the value that the rest of the code sees, and the reason.
@@ -60,11 +67,11 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     "pad_to_multiple_of": ("auto", "nothing is padded"),
     "bf16_full_eval": (False, _SAMPLED),
     "fp16_full_eval": (False, _SAMPLED),
-    "prediction_loss_only": (False, _NO_LOSS),
-    "eval_accumulation_steps": (None, _NO_LOSS),
-    "eval_do_concat_batches": (True, _NO_LOSS),
-    "include_for_metrics": ([], _NO_LOSS),
-    "batch_eval_metrics": (False, _NO_LOSS),
+    "prediction_loss_only": (False, _NO_OUTPUTS),
+    "eval_accumulation_steps": (None, _NO_OUTPUTS),
+    "eval_do_concat_batches": (True, _NO_OUTPUTS),
+    "include_for_metrics": ([], _NO_OUTPUTS),
+    "batch_eval_metrics": (False, _NO_OUTPUTS),
     "ddp_bucket_cap_mb": (None, _UNWRAPPED),
     "ddp_find_unused_parameters": (None, _UNWRAPPED),
 }
@@ -76,8 +83,9 @@ def refuse_unsupported(name: str, given: Any) -> None:
     Raises:
         InputError: the value is not supported.
     """
-    if given != UNSUPPORTED[name]:
-        raise InputError(f"{name}={given!r} is not supported yet; only {UNSUPPORTED[name]!r} is")
+    value, why = UNSUPPORTED[name]
+    if given != value:
+        raise InputError(f"{name}={given!r} is not supported, only {value!r} is: {why}")
 
 
 def refuse_other_value(name: str, given: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from transformers import PreTrainedModel
@@ -27,11 +27,19 @@ from lockstep.training.forward.attention.capped_attention import capped_attentio
 TREE = "lockstep_tree"
 
 
+def is_flash(asked: Any) -> TypeGuard[str]:
+    """Whether an `attn_implementation` is FlashAttention, of any version or source."""
+    return isinstance(asked, str) and "flash" in asked.lower()
+
+
 def adopt_tree_attention(model: PreTrainedModel) -> None:
     """Let a model with 'sdpa' attention also accept a `tree`. Without a tree it attends as before.
 
-    Some models (Falcon, StableLM) cannot get another attention in transformers. They stay as they are, and learn from plain rows.
+    FlashAttention becomes 'sdpa' first, which computes the same. Some models (Falcon, StableLM) cannot get another attention
+    in transformers. They stay as they are, and learn from plain rows.
     """
+    if is_flash(model.config._attn_implementation):
+        model.set_attn_implementation("sdpa")
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         model.set_attn_implementation(TREE)
 

@@ -15,7 +15,6 @@ from lockstep.errors import ProofError
 from lockstep.parity.resume.inputs import data_digest
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.step.generation import sequences_of
 
 _logger = logging.getLogger(__name__)
 
@@ -40,16 +39,15 @@ def check_evaluated(groups: Sequence[RolloutGroup], digest: str, num_generations
         raise _wrong(f"the {len(groups)} rows that were evaluated ({names}, …) are not those of the evaluation set")
 
 
-def drawn_sequences(groups: Sequence[RolloutGroup], version: int, seed: int) -> list[TrainingSequence]:
-    """The completions that the policy scores again, in their order.
+def drawn_sequences(sequences: Sequence[TrainingSequence], version: int, seed: int) -> list[TrainingSequence]:
+    """The completions of an evaluation that the policy scores again, in their order.
 
     Args:
         version: weight version that sampled them; it and the seed draw the completions.
     """
-    found = sequences_of(groups, version)
-    count = min(len(found), max(_AT_LEAST, len(found) // _ONE_IN))
-    drawn = np.random.default_rng((seed, version)).choice(len(found), count, replace=False)
-    return [found[i] for i in np.sort(drawn)]
+    count = min(len(sequences), max(_AT_LEAST, len(sequences) // _ONE_IN))
+    drawn = np.random.default_rng((seed, version)).choice(len(sequences), count, replace=False)
+    return [sequences[i] for i in np.sort(drawn)]
 
 
 def count_seen(train: Sequence[Prompt], evaluation: Sequence[Prompt], *, tell: bool) -> int:

@@ -202,6 +202,17 @@ class Proofs:
         if self._receipt is not None:
             self._receipt.append({"kind": "servers", "step": step, **changes})
 
+    def note_change(self, step: int, field: str, value: Any, settings: dict[str, Any]) -> None:
+        """Write into the receipt that the user has changed a field of the run.
+
+        Args:
+            settings: the fields that the receipt's first line will have, for a change before that line.
+        """
+        if self._receipt is None:
+            settings[field] = value
+        else:
+            self._receipt.append({"kind": "change", "step": step, "field": field, "value": value})
+
     def note_checkpoint(self, step: int, digests: str) -> None:
         """Write a checkpoint's digest into the receipt. The checkpoint no longer fits a receipt that is cut or rewritten."""
         assert self._receipt is not None

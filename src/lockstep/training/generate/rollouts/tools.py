@@ -99,6 +99,11 @@ class RolloutTools:
                 )
 
     @property
+    def methods(self) -> list[Callable[..., Any]]:
+        """The methods of the environments that a model may call; empty on ranks without environments."""
+        return [] if self._environments is None else self._environments.methods
+
+    @property
     def reward_names(self) -> list[str]:
         """Names under which environments give rewards, each once."""
         return list(dict.fromkeys(kind.title for kind in self.kinds.values() if kind.has_reward))
@@ -196,7 +201,8 @@ class RolloutTools:
         name = row.get("environment") if self._routed else None
         if name not in self._extensions:
             raise InputError(
-                f"environment={name!r} is none of {', '.join(map(repr, self._extensions))} (environment_factory)"
+                f"environment={name!r} is not among the environments of environment_factory: "
+                f"{', '.join(map(repr, self._extensions))}"
             )
         return self._extensions[name].prompt(prompt)
 

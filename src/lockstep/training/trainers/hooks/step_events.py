@@ -47,4 +47,4 @@ class StepEvents(TrainerCallback):
         if not self._trainer.end_step():
             # Log and save a checkpoint, as after the last step of a run.
             control.should_training_stop = control.should_log = True
-            control.should_save = args.save_strategy != "no"
+            control.should_save = args.save_strategy not in ("no", "best")

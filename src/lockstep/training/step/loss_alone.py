@@ -1,0 +1,82 @@
+"""The loss of a method on scored groups without a gradient: what one optimizer step on all of them would have.
+
+`training/evaluation.py` logs it as the loss of an evaluation. The policy has not moved since it sampled, so every ratio to the
+sampling policy is 1. Therefore a method that needs neither a reference model nor entropies nor values needs no forward for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep.algorithms.tally import Tally
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.forward.scoring import TokenScores
+from lockstep.training.methods.objective import Objective, Scores, TokenBatch
+from lockstep.training.step.generation import Preparation, prepare_generation
+from lockstep.training.step.score_all import AllScores
+from lockstep.training.step.update import Policy
+
+
+def needs_scores(objective: Objective[Any]) -> bool:
+    """Whether the loss of tokens that the policy has just sampled depends on more than their advantages."""
+    return objective.uses_reference or objective.scores_first or objective.entropy_gradient
+
+
+@torch.no_grad()
+def loss_alone(
+    preparation: Preparation,
+    objective: Objective[Any],
+    policy: Policy,
+    groups: Sequence[RolloutGroup],
+    version: int,
+    sequences: Sequence[TrainingSequence],
+    scored: AllScores,
+) -> dict[str, float]:
+    """The loss, and the figures that the method logs beside it. Every rank calls this.
+
+    The loss has no weights for the difference between engine and trainer, and no auxiliary loss of routers.
+
+    Args:
+        version: weight version that sampled the groups.
+        sequences: those of the groups.
+        scored: scores of the policy: of all sequences if `needs_scores`, otherwise of any.
+
+    Returns:
+        `loss`, and the method's figures by name.
+    """
+    ready = [_with_scores(s, scored) for s in sequences]
+    if objective.kl_in_reward:
+        logps = preparation.reference_logps(policy, ready, groups, version)
+        ready = [s.but(ref_logps=logps[s.name]) for s in ready]
+    rollouts = sum(len(group.rollouts) for group in groups)
+    generation = prepare_generation(groups, objective, version, ready, per_step=rollouts)
+    if objective.uses_reference and not objective.kl_in_reward:
+        generation = preparation.with_reference(policy, generation)
+
+    def entropies(asked: Sequence[TrainingSequence]) -> Scores:
+        return {s.name: s.entropies for s in asked if s.entropies is not None}
+
+    whole = [s for batch in generation.micro_batches for s in batch]
+    learned = [s for s in objective.prepare_step(whole, entropies) if objective.has_gradient(s)]
+    tally, loss = Tally(), 0.0
+    for pack in policy.packs(learned, objective.config):
+        first, own = pack.sequences[0], pack.column("old_logps")
+        scores = TokenScores(
+            own,
+            torch.zeros_like(own) if first.entropies is None else pack.column("entropies"),
+            None if first.values is None else pack.column("values"),
+        )
+        loss += float(objective.loss(TokenBatch.of(pack, scores), tally))
+    return {**tally.figures(), "loss": loss}
+
+
+def _with_scores(sequence: TrainingSequence, scored: AllScores) -> TrainingSequence:
+    """A sequence whose log-probs are the policy's own; those of the engine, which the proof compares, where there are no others."""
+    if sequence.name not in scored.logps:
+        return sequence.but(old_logps=sequence.behaviour_logps)
+    found = scored.beside(sequence)
+    return found.but(behaviour_logps=found.old_logps)
