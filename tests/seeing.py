@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
+    Qwen2VLConfig,
     Qwen3VLConfig,
     SmolVLMConfig,
 )
@@ -118,6 +119,14 @@ def _config(family: str, tied: bool, scale: float) -> PreTrainedConfig:
         text |= {"head_dim": 32, "rope_parameters": {**rope, "mrope_interleaved": True}}
         tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
         return Qwen3VLConfig(text_config=text, vision_config=tower, **shared)
+    if family == "qwen2_vl":
+        # The width of its tower is `embed_dim`; its `hidden_size` is the width of the language part.
+        own = {
+            name: tower[name]
+            for name in ("depth", "num_heads", "patch_size", "spatial_merge_size", "initializer_range")
+        }
+        own |= {"embed_dim": 32, "hidden_size": text["hidden_size"], "mlp_ratio": 3}
+        return Qwen2VLConfig(text_config=text, vision_config=own, **shared)
     tower |= {"window_size": 16, "fullatt_block_indexes": [1]}
     return Qwen2_5_VLConfig(text_config=text, vision_config=tower, **shared)
 
@@ -161,6 +170,7 @@ def mixed_rows(first: int = 0) -> list[dict[str, Any]]:
 
 # By family: the file of vLLM, the class of the model in it, and the class that says how many tokens a picture may have.
 IN_VLLM = {
+    "qwen2_vl": ("qwen2_vl", "Qwen2VLForConditionalGeneration", "Qwen2VLProcessingInfo"),
     "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLProcessingInfo"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen3VLProcessingInfo"),
     "smolvlm": ("smolvlm", "SmolVLMForConditionalGeneration", "SmolVLMProcessingInfo"),

@@ -1,6 +1,7 @@
 """Each family on the transformers engine: two proven steps. And how families with tiles write a picture into a prompt.
 
-The steps of Idefics3 are tested before a release. In CI, `test_vision_beside_trl.py` trains it.
+The steps of Idefics3 and Qwen2-VL are tested before a release. In CI, `test_vision_beside_trl.py` trains Idefics3, and
+`test_families_on_vllm.py` trains Qwen2-VL.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from lockstep.training.trainers.grpo import GRPOTrainer
 
 LIMIT = 1e-3
 # The tests of the other files are of Qwen2.5-VL.
-FAMILIES = ["qwen3_vl", "smolvlm", "idefics3"]
+FAMILIES = ["qwen2_vl", "qwen3_vl", "smolvlm", "idefics3"]
 
 
-@pytest.fixture(scope="module", params=portion(FAMILIES, lambda family: family != "idefics3"))
+@pytest.fixture(scope="module", params=portion(FAMILIES, lambda family: family not in ("idefics3", "qwen2_vl")))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -118,7 +119,7 @@ def test_a_processor_that_a_script_gives_is_used_with_its_tokenizer_as_it_was(tm
         GRPOTrainer(folder, [], None, without, processing_class=images)
 
 
-@pytest.mark.parametrize("name", ["llava", "llava_next", "gemma3", "idefics2", "qwen2_vl", "paligemma"])
+@pytest.mark.parametrize("name", ["llava", "llava_next", "gemma3", "idefics2", "paligemma"])
 def test_other_families_are_refused_by_name_before_a_model_is_loaded(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
     with pytest.raises(

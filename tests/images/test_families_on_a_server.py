@@ -33,8 +33,8 @@ from lockstep.parity.weights.module_probe import ModuleProbe
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT, BF16_LIMIT = 1e-3, 0.15
-# Qwen2.5-VL has its fp32 tests elsewhere; Idefics3 and SmolVLM are one implementation.
-OF_RELEASES = {"qwen2_5_vl", "idefics3"}
+# Qwen2.5-VL has its fp32 tests elsewhere; Idefics3 and SmolVLM are one implementation, Qwen2-VL and Qwen2.5-VL too.
+OF_RELEASES = {"qwen2_vl", "qwen2_5_vl", "idefics3"}
 
 
 @pytest.fixture(scope="module", params=portion(IN_VLLM, lambda family: family not in OF_RELEASES))

@@ -34,6 +34,7 @@ OF_TILES = {
     "model.vision_model.embeddings.position_embedding.weight",
 }
 UNREACHED = {
+    "qwen2_vl": {"visual.patch_embed.proj.weight"},
     "qwen3_vl": {"visual.patch_embed.proj.weight", "visual.patch_embed.proj.bias", "visual.pos_embed.weight"},
     "smolvlm": OF_TILES,
     "idefics3": OF_TILES,

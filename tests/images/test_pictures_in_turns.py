@@ -24,11 +24,12 @@ from lockstep.rollouts.group import Rollout
 from lockstep.training.trainers.grpo import GRPOTrainer
 
 LIMIT = 1e-3
-# One family with patches and one with tiles, and the others of each kind.
+# One family with patches and one with tiles, and the others of each kind. In CI, `test_families_on_vllm.py` has Qwen2-VL's turns.
 FAMILIES = [
     "qwen2_5_vl",
     "smolvlm",
     *(pytest.param(family, marks=pytest.mark.long) for family in ("qwen3_vl", "idefics3")),
+    pytest.param("qwen2_vl", marks=pytest.mark.release),
 ]
 
 

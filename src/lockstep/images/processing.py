@@ -18,7 +18,7 @@ from lockstep.tokens.arrays import Ids, whole_numbers
 
 
 class InPatches:
-    """Pictures of Qwen2.5-VL and Qwen3-VL: one placeholder per square of merged patches.
+    """Pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one placeholder per square of merged patches.
 
     Args:
         processor: the model's image processor.

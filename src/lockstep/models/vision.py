@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 # Families whose log-probs with pictures were compared between vLLM and the trainer (docs/internals/images.md).
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
 # The families among them that cut a picture into tiles of one size. The others cut it into patches, in any number.
 _IN_TILES = ("smolvlm", "idefics3")
 

@@ -15,6 +15,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.utils import get_packed_modules_mapping
 
 from lockstep.engines.probe import (
     EngineModules,
@@ -179,9 +180,12 @@ def _add_tied_head(probed: dict[str, ProbedModule]) -> None:
 
 
 def _by_engine_name(model: Any, checkpoint_names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Checkpoint names by vLLM's parameter name, from the model's own mapping. Shards of a fused parameter are in output order."""
+    """Checkpoint names by vLLM's parameter name, from the mapping of the model, or else of its parts (Qwen2-VL).
+
+    Shards of a fused parameter are in output order.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    packed = getattr(model, "packed_modules_mapping", None) or {}
+    packed = get_packed_modules_mapping(model)
     shards: dict[str, dict[int, str]] = {}
     for name in checkpoint_names:
         found = mapper._map_name_with_shard(name) if mapper is not None else (name, None)
