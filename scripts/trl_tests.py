@@ -56,11 +56,12 @@ KEPT = ("PATH", "LANG", "TMPDIR", "LD_PRELOAD", "OMP_NUM_THREADS")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test: pytest's word, the first line of its error, and what of TRL's insides it uses."""
+    """What became of a test: pytest's word, the first line of its error, what of TRL's insides it uses, and its models."""
 
     outcome: str
     reason: str = ""
     private: str = ""
+    models: str = ""
 
 
 Results = dict[str, Outcome]
@@ -95,7 +96,7 @@ def main() -> None:
         columns["trl"] = {name: Outcome(*given) for name, given in known.items() if name in columns["lockstep"]}
     if asked.write:
         plain = {
-            who: {name: (given.outcome, given.reason, given.private) for name, given in column.items()}
+            who: {name: (given.outcome, given.reason, given.private, given.models) for name, given in column.items()}
             for who, column in columns.items()
         }
         asked.write.write_text(json.dumps(plain, indent=1) + "\n")
@@ -148,7 +149,10 @@ def run(who: str, asked: argparse.Namespace, files: list[str], folder: Path) -> 
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "TRL_TESTS": json.dumps({"who": who, "steps": asked.steps, "folder": str(folder), "results": str(results)}),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")])),
+        # The second folder has a module that every Python process imports: workers of a data loader need torchvision too.
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(here), str(here / "trl_stand_ins" / "every_process"), os.environ.get("PYTHONPATH")])
+        ),
     }
     command = [sys.executable, "-m", "pytest", "-p", "trl_stand_ins.plugin", "-q", "--tb=short", "--no-header"]
     command += ["-p", "no:cacheprovider", "--rootdir", ".", *(["-k", asked.chosen] if asked.chosen else []), *files]
@@ -174,12 +178,17 @@ def show(trainer: str, file: str, trl: Results, ours: Results) -> bool:
     passed = {name for name, given in here.items() if given.outcome == "passed"}
     print(f"\n## {trainer}: TRL passes {len(passed)} of {len(here)}")
     private = {name: here[name].private for name in passed if here[name].private}
-    decided = {name: why for name in passed - private.keys() for part, why in DECIDED.items() if part in name}
+    decided = {
+        name: why
+        for name in passed - private.keys()
+        for part, why in DECIDED.items()
+        if part in name or part in here[name].models
+    }
     families = {
         name: f"its family is {family}"
         for name in passed - private.keys() - decided.keys()
         for family in FAMILIES
-        if f"tiny-{family}" in name or family in name
+        if f"tiny-{family}" in here[name].models
     }
     for title, apart in (
         ("(a) not comparable, they patch or use TRL's insides", private),

@@ -17,6 +17,7 @@ import importlib.util
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ import datasets
 import numpy
 import torch
 import transformers
-from transformers.convert_slow_tokenizer import TikTokenConverter
+from tiktoken.load import load_tiktoken_bpe
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from trl_stand_ins.vision import load_torchvision, processor_of, published_config
 
@@ -136,9 +138,11 @@ def qwen_tokenizer() -> Any:
     found = importlib.util.find_spec("dashscope")
     if found is None or found.origin is None:
         sys.exit("Qwen's vocabulary is missing. Run `pip install --no-deps dashscope`: the package has its file.")
-    vocabulary, merges = TikTokenConverter().extract_vocab_merges_from_model(
-        str(Path(found.origin).parent / "resources" / "qwen.tiktoken")
-    )
+    ranks = load_tiktoken_bpe(str(Path(found.origin).parent / "resources" / "qwen.tiktoken"))
+    letters = bytes_to_unicode()
+    written = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = [tuple(written[half] for half in halves(token, ranks)) for token in ranks if len(token) > 1]
+    vocabulary = {written[token]: rank for token, rank in ranks.items()}
     tokenizer = transformers.Qwen2Tokenizer(vocab=vocabulary, merges=merges, bos_token=None, model_max_length=32_768)
     tokenizer.add_tokens(list(TOKENS), special_tokens=True)
     tokenizer.add_tokens(list(MARKS))
@@ -146,6 +150,15 @@ def qwen_tokenizer() -> Any:
     ids = tokenizer.convert_tokens_to_ids([*TOKENS, *MARKS])
     assert ids == list(range(FIRST_TOKEN, FIRST_TOKEN + len(ids))), "this is not Qwen's vocabulary"
     return tokenizer
+
+
+def halves(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
+    """The two tokens whose merge makes this one. A file of tiktoken has tokens in the order of their merges, and no merges."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        first = min(range(len(parts) - 1), key=lambda place: ranks.get(parts[place] + parts[place + 1], len(ranks)))
+        parts[first : first + 2] = [parts[first] + parts[first + 1]]
+    return parts
 
 
 def _programs(checkout: Path, folder: Path) -> dict[str, str]:

@@ -26,7 +26,7 @@ from unittest.mock import Mock
 import pytest
 
 from trl_stand_ins.hub import data_of
-from trl_stand_ins.private import insides
+from trl_stand_ins.private import insides, models
 from trl_stand_ins.vision import load_torchvision
 
 ASKED = json.loads(os.environ["TRL_TESTS"])
@@ -45,7 +45,7 @@ NEW_TOKENS = 8
 ENVIRONMENT = pytest.StashKey[dict[str, str]]()
 _whole_runs: list[bool] = []
 _trainers: weakref.WeakSet[Any] = weakref.WeakSet()
-_results: dict[str, tuple[str, str, str]] = {}
+_results: dict[str, tuple[str, str, str, str]] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -85,7 +85,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
         if call.excinfo is not None:
             said = str(call.excinfo.value).strip().splitlines() or [""]
             reason = f"{call.excinfo.type.__name__}: {said[0]}"[:300]
-        _results[item.nodeid] = (outcome, reason, insides(item.function))
+        _results[item.nodeid] = (outcome, reason, insides(item.function), models(item.function, item.name))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Finds what of TRL's insides a test uses, in the source of the test. `plugin.py` writes it beside the test's outcome.
+"""Finds in the source of a test what of TRL's insides it uses, and its models. `plugin.py` writes both beside the test's outcome.
 
 Such a test cannot be compared: our trainers have other insides, and where it replaces `generate` its completions are replayed.
 `trainer._metrics` is not in the list: callbacks of users append to it, and ours have it too.
@@ -15,6 +15,20 @@ GENERATE = re.compile(r"patch(?:\.object)?\([^)\n]*generate\"")
 ATTRIBUTE = re.compile(r"\b(?:trainer|[A-Z]\w*Trainer)\.(_(?!_|metrics\b)\w+)")
 # Parts of TRL's loss, with which tests call the class itself or an object that only pretends to be a trainer.
 PART = re.compile(r"\b(?:[A-Z]\w*Trainer|self)\.(get_\w+_mask)\(|object\.__new__\(\w*(Trainer)\)")
+
+
+MODEL = re.compile(r"trl-internal-testing/([\w.-]+)")
+
+
+def models(test: Any, name: str) -> str:
+    """The models that a test names: in its own name if it has one per model, or else in its source.
+
+    Args:
+        test: the test's function.
+        name: the test's name, with its parameters in brackets.
+    """
+    found = MODEL.findall(name) or MODEL.findall(inspect.getsource(inspect.unwrap(test)))
+    return " ".join(sorted({*found}))
 
 
 def insides(test: Any) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
-from trl_stand_ins.private import insides
+from trl_stand_ins.private import insides, models
 from trl_tests import TRAINERS, Outcome, copy_tests, show
 
 GRPO = TRAINERS["GRPO"]
@@ -75,6 +75,15 @@ def test_what_users_do_is_compared(test):
     assert not insides(test)
 
 
+def of_one_model():
+    return "trl-internal-testing/tiny-Gemma3ForConditionalGeneration"
+
+
+def test_a_test_per_model_is_of_the_model_in_its_name():
+    assert models(of_one_model, "of_one_model") == "tiny-Gemma3ForConditionalGeneration"
+    assert models(of_one_model, "of_one_model[trl-internal-testing/tiny-Qwen2VL]") == "tiny-Qwen2VL"
+
+
 def counts(capsys, trl, ours):
     failed = show("GRPO", GRPO, trl, ours)
     return failed, capsys.readouterr().out
@@ -85,14 +94,14 @@ def test_the_denominator_is_what_trl_passes_less_what_is_named(capsys):
         f"{GRPO}::A::test_train[Qwen3]": Outcome("passed"),
         f"{GRPO}::A::test_tools": Outcome("passed", private="it patches generate"),
         f"{GRPO}::A::test_trust_remote_code": Outcome("passed"),
-        f"{GRPO}::A::test_train_vlm[trl-internal-testing/tiny-Gemma3ForConditionalGeneration]": Outcome("passed"),
+        f"{GRPO}::A::test_train_vlm": Outcome("passed", models="tiny-Gemma3ForConditionalGeneration"),
         f"{GRPO}::A::test_of_a_later_trl": Outcome("failed", "AttributeError"),
     }
     failed, said = counts(capsys, trl, dict.fromkeys(trl, Outcome("passed")))
     assert not failed
     assert "TRL passes 4 of 5" in said
     assert "Of the other 1, ours pass 1" in said
-    for name in ("test_tools: it patches generate", "test_trust_remote_code: ", "Gemma3ForConditionalGeneration]: its"):
+    for name in ("test_tools: it patches generate", "test_trust_remote_code: ", "test_train_vlm: its"):
         assert name in said
 
 
