@@ -10,6 +10,7 @@ The two checks that the ids were drawn (`samples`, `draws`) are left out there: 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import importlib
@@ -55,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
     load_torchvision()
     datasets.load_dataset = load_dataset
     skip_liger_without_gpu()
+    parse_tokenizers_once()
     add_missing_questions(Path(config.rootpath) / "tests" / "testing_utils.py")
     if ASKED["who"] == "lockstep":
         put_ours()
@@ -138,6 +140,23 @@ def load_dataset(
     if streaming:
         parts = IterableDatasetDict({part: rows.to_iterable_dataset() for part, rows in parts.items()})
     return parts if split is None else parts[split]
+
+
+def parse_tokenizers_once() -> None:
+    """Parse each tokenizer.json once per process. Nearly every test loads two, with 151,669 tokens each."""
+    load = json.load
+    known: dict[str, Any] = {}
+
+    def load_once(file: Any, **options: Any) -> Any:
+        name = getattr(file, "name", "")
+        if not str(name).endswith("tokenizer.json"):
+            return load(file, **options)
+        path = f"{os.path.realpath(name)} {os.stat(name).st_mtime_ns}"
+        parsed = known[path] if path in known else known.setdefault(path, load(file, **options))
+        # transformers changes the list of added tokens, and not the vocabulary.
+        return {**copy.deepcopy({**parsed, "model": None}), "model": dict(parsed["model"])}
+
+    json.load = load_once
 
 
 def skip_liger_without_gpu() -> None:
