@@ -991,8 +991,8 @@ MUTATIONS = [
     Mutation(
         "a loss that is averaged over each micro-batch",
         "training/step/generation.py",
-        """    for start in range(0, len(advantaged), config.completions_per_step):
-        step = torch.arange(start, min(start + config.completions_per_step, len(advantaged)))
+        """    for start in range(0, len(advantaged), per_step):
+        step = torch.arange(start, min(start + per_step, len(advantaged)))
 """,
         """    for start in range(0, len(advantaged), config.completions_per_micro_batch):
         step = torch.arange(start, min(start + config.completions_per_micro_batch, len(advantaged)))
@@ -1502,7 +1502,7 @@ MUTATIONS = [
     Mutation(
         "a checkpoint at the end of an epoch is saved without a log",
         "training/run_files/resumable.py",
-        "asked for here.\n        if control.should_save and",
+        "asked for here.\n        if self._may_save(args, control) and",
         "asked for here.\n        if False and",
         "tests/training/test_resumable_saves.py",
     ),
@@ -1549,7 +1549,12 @@ MUTATIONS = [
         "tests/algorithms/test_segments.py",
     ),
     _of(GENERATION, "a masked completion learns", "0 if objective.is_masked(r) else s.length", "s.length"),
-    _of(GENERATION, "one normalisation for all steps", "config.completions_per_step):", "len(advantaged)):"),
+    _of(
+        GENERATION,
+        "one normalisation for all steps",
+        "len(advantaged), per_step):",
+        "len(advantaged), len(advantaged)):",
+    ),
     # packing, attention and gradients
     Mutation(
         "a token predicted from itself",
@@ -1810,9 +1815,9 @@ MUTATIONS = [
     ),
     Mutation(
         "an environment's reward has no weight",
-        "rollouts/scores/rewards.py",
-        "*(1.0 for _ in self.own)",
-        "*(0.0 for _ in self.own)",
+        "rollouts/scores/reward_functions.py",
+        "*(1.0 for _ in own)",
+        "*(0.0 for _ in own)",
         "tests/training/test_tools_in_training.py::test_an_environment_gives_its_reward_under_its_class_beside_the_functions",
     ),
     Mutation(
@@ -2742,8 +2747,8 @@ MUTATIONS = [
     Mutation(
         "ZeRO-2 is taken for ZeRO-3",
         ZERO_SETTINGS[0],
-        "not in (0, 3):",
-        "not in (0, 2, 3):",
+        "return _stage(self.found) == 3",
+        "return _stage(self.found) in (2, 3)",
         ZERO_SETTINGS[1],
     ),
     Mutation(

@@ -27,7 +27,6 @@ BEST: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps"
         ({"temperature": 0.0}, "temperature"),
         ({"vllm_mode": "remote"}, "vllm_mode"),
         ({"vllm_importance_sampling_clip_max": None}, "needs a bound"),
-        ({**BEST, "metric_for_best_model": "eval_loss"}, "an evaluation samples and has no loss"),
         ({**BEST, "num_iterations": 2, "save_steps": 3, "eval_steps": 3}, "make save_steps a multiple of 2"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
         ({"num_generations": 1}, "num_generations"),

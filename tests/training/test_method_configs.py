@@ -159,7 +159,7 @@ def test_generations_that_are_used_twice_are_whole_numbers_of_steps(method: str)
         (Dataset.from_dict({"question": ["a"] * 8}), "train dataset has no 'prompt' column, only .*question"),
         (Dataset.from_dict({"prompt": []}), "train dataset is empty"),
         ([{"prompt": "a"}], "must be a datasets.Dataset, got list"),
-        (None, "must be a datasets.Dataset, got NoneType"),
+        (None, "`train_dataset` is required"),
     ],
 )
 def test_data_that_cannot_be_trained_on_is_named(method: str, data: Any, message: str) -> None:
