@@ -2926,4 +2926,11 @@ MUTATIONS = [
         '"auto"',
         "tests/training/test_model_implementations.py::test_a_run_samples_with_the_implementation_of_transformers",
     ),
+    Mutation(
+        "a run with Liger's kernels begins on a CPU",
+        "training/trainers/online.py",
+        "        check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)\n",
+        "",
+        "tests/training/test_liger.py::test_without_a_gpu_a_trainer_is_made_and_training_is_refused",
+    ),
 ]
