@@ -50,6 +50,7 @@ DECIDED = {
 }
 # Families of models for images that Lockstep does not have.
 FAMILIES = ("Gemma3", "Gemma4", "Idefics2", "Llava", "Qwen3_5")
+REPLAYED = "where they patch generate, ours replays its ids, without the proofs samples and draws"
 # Variables of this process that the tests get too.
 KEPT = ("PATH", "LANG", "TMPDIR", "LD_PRELOAD", "OMP_NUM_THREADS")
 
@@ -191,7 +192,7 @@ def show(trainer: str, file: str, trl: Results, ours: Results) -> bool:
         if f"tiny-{family}" in here[name].models
     }
     for title, apart in (
-        ("(a) not comparable, they patch or use TRL's insides", private),
+        (f"(a) not comparable: they patch or use TRL's insides ({REPLAYED})", private),
         ("(b) refused by a decision", decided),
         ("(c) picture families that are not here", families),
     ):

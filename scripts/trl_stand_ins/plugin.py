@@ -117,9 +117,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
     import lockstep
 
-    said = f"trl {trl.__version__} in {Path(trl.__file__).parent}"
+    said = f"trl {trl.__version__}, {trl.__file__}"
     if ASKED["who"] == "lockstep":
-        said = f"lockstep in {Path(lockstep.__file__).parent}, in the places of the trainers of {said}"
+        said = f"lockstep, {lockstep.__file__}, in the places of the trainers of {said}"
     terminalreporter.write_line(f"measured: {said}")
 
 
