@@ -3171,4 +3171,11 @@ MUTATIONS = [
         "            if False:\n",
         "tests/faults/test_faults_in_runs.py::test_what_stops_a_run_before_the_fault_begins_has_not_caught_it",
     ),
+    Mutation(
+        "a run with Liger's kernels begins on a CPU",
+        "training/trainers/online.py",
+        "        check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)\n",
+        "",
+        "tests/training/test_liger.py::test_without_a_gpu_a_trainer_is_made_and_training_is_refused",
+    ),
 ]

@@ -3,16 +3,26 @@
     make trl-tests ARGS="PATH_TO_TRL_CHECKOUT"                                     (GRPO, RLOO, Online DPO)
     make trl-tests ARGS="PATH_TO_TRL_CHECKOUT -k 'tools or environment or rollout'"
 
-Tests on images need torchvision (docs/reference/migrating-from-trl.md).
+The tests are the checkout's, and the package `trl` is the installed one in both columns: the program copies the tests to a folder
+of its own and prints which `trl` they import. Tests on images need torchvision (docs/reference/migrating-from-trl.md).
 
 The program runs the checkout's code. Give it a release or a commit of TRL's own repository, not a stranger's pull request. The
 checkout is the user's; nothing of it is kept here. Its tests name models and data sets on a hub. Nothing is downloaded: the
-program writes models of the same architectures, with a tokenizer of its own, into a folder that plays the hub's cache
-(`trl_stand_ins/hub.py`). A pytest plugin (`trl_stand_ins/plugin.py`) gives the data sets, and puts our trainers in TRL's places for
-the second column. Each column runs in a process of its own. The exit code is 1 if a test passes with TRL and fails with ours.
+checkout's own programs make the models, with Qwen's vocabulary from the package `dashscope`, and the data sets, in a folder that
+plays the hub's cache (`trl_stand_ins/hub.py`). A pytest plugin (`trl_stand_ins/plugin.py`) puts our trainers in TRL's places for
+the second column. Each column runs in a process of its own. The exit code is 1 if a test of the denominator fails with ours.
 
-Differences from a run on TRL's own machines, for both columns: weights, data and most of the vocabulary are made up, and runs end
-after `--steps` optimizer steps if the test does not say how long they are.
+The denominator of a trainer is what TRL passes, less three kinds of tests, each printed by name:
+
+- tests that patch `generate`, or that patch, call or read what is private in TRL's trainers. `trl_stand_ins/private.py` finds them
+  in their source. Where a test patches `generate`, the second column replays its ids, and leaves out the proofs `samples` and
+  `draws`, which would find that nobody drew them: so its outcome says little.
+- tests of what Lockstep refuses by a decision (`DECIDED`).
+- tests of picture families that Lockstep does not have (`FAMILIES`).
+
+Differences from a run on TRL's own machines, for both columns: models of all families have Qwen's vocabulary, runs are in fp32
+without a GPU, and they end after `--steps` optimizer steps if the test does not say how long they are (with `--steps 0` they do
+not; a test that counts the calls of a run has the whole run).
 """
 
 from __future__ import annotations
@@ -20,58 +30,114 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
-FILES = ("tests/test_grpo_trainer.py", "tests/test_rloo_trainer.py", "tests/experimental/test_online_dpo_trainer.py")
-# Tests that read what is private in TRL's trainers, by a part of their names. Ours have other insides.
-PRIVATE = {
-    "test_generate_single_turn": "calls the private method _generate_single_turn",
-    "test_tool_completion_idx_injection": "reads the private attribute _tools_accept_completion_idx",
-    "test_tools_accessible_per_sample": "reads the private attribute _sync_tool_dicts",
-    "test_signature_columns_include_tools": "reads the private attribute _signature_columns",
-    "test_get_off_policy_mask": "calls a part of TRL's loss, get_off_policy_mask",
-    "reward_func_with_log_extra": "reads the private attribute _logs",
-    "test_compute_entropy": "calls get_high_entropy_mask on an object that is not a trainer",
+TRAINERS = {
+    "GRPO": "tests/test_grpo_trainer.py",
+    "RLOO": "tests/test_rloo_trainer.py",
+    "Online DPO": "tests/experimental/test_online_dpo_trainer.py",
 }
+# What a test asks for that Lockstep refuses by a decision, by a part of the test's name.
+DECIDED = {
+    "test_trust_remote_code": "it runs code that comes with a model",
+    "with_generation_kwargs": "it samples with beams; no log-prob belongs to the tokens that beams keep",
+    "GptOss": "its attention has sinks, which exist only in transformers' eager attention; packs need SDPA",
+}
+# Families of models for images that Lockstep does not have.
+FAMILIES = ("Gemma3", "Gemma4", "Idefics2", "Llava", "Qwen3_5")
+REPLAYED = "where they patch generate, ours replays its ids, without the proofs samples and draws"
 # Variables of this process that the tests get too.
 KEPT = ("PATH", "LANG", "TMPDIR", "LD_PRELOAD", "OMP_NUM_THREADS")
-Results = dict[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a test: pytest's word, the first line of its error, what of TRL's insides it uses, and its models."""
+
+    outcome: str
+    reason: str = ""
+    private: str = ""
+    models: str = ""
+
+
+Results = dict[str, Outcome]
 
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("checkout", type=Path, help="a folder with TRL's tests/")
-    words.add_argument("--files", nargs="*", help=f"test files, relative to the checkout; default: {', '.join(FILES)}")
+    words.add_argument("checkout", type=Path, help="a folder with TRL's tests/ and scripts/")
+    words.add_argument(
+        "--files", nargs="*", help="test files, relative to the checkout, or tests in them (FILE::CLASS::TEST)"
+    )
     words.add_argument("-k", dest="chosen", default="", help="pytest's expression: run only these tests")
     words.add_argument("--steps", type=int, default=3, help="optimizer steps of a run that names no number (3)")
     words.add_argument("--write", type=Path, help="write both columns to this file, as JSON")
+    words.add_argument("--trl-column", type=Path, help="take TRL's column from this file, which --write made")
+    words.add_argument("--folder", type=Path, help="keep models and pytest's logs in this folder, and use its models")
     asked = words.parse_args()
-    files = asked.files or [name for name in FILES if (asked.checkout / name).exists()]
-    missing = [name for name in files if not (asked.checkout / name).exists()]
+    files = asked.files or [name for name in TRAINERS.values() if (asked.checkout / name).exists()]
+    missing = [name for name in files if not (asked.checkout / name.split("::")[0]).exists()]
     if missing or not files:
-        words.error(f"{asked.checkout} has no {', '.join(missing or FILES)}")
-    with tempfile.TemporaryDirectory() as folder:
-        from trl_stand_ins.hub import build_hub
-
-        named = build_hub(Path(folder), [asked.checkout / name for name in files])
-        print(f"{len(named)} models made")
-        columns = {who: run(who, asked, files, Path(folder)) for who in ("trl", "lockstep")}
+        words.error(f"{asked.checkout} has no {', '.join(missing or TRAINERS.values())}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (asked.folder or Path(temporary)).absolute()
+        prepare(folder, asked.checkout, files)
+        columns = {
+            who: run(who, asked, files, folder)
+            for who in ("trl", "lockstep")
+            if who == "lockstep" or not asked.trl_column
+        }
+    if asked.trl_column:
+        known = json.loads(asked.trl_column.read_text())["trl"]
+        columns["trl"] = {name: Outcome(*given) for name, given in known.items() if name in columns["lockstep"]}
     if asked.write:
-        asked.write.write_text(json.dumps(columns, indent=1) + "\n")
-    sys.exit(show(columns["trl"], columns["lockstep"]))
+        plain = {
+            who: {name: (given.outcome, given.reason, given.private, given.models) for name, given in column.items()}
+            for who, column in columns.items()
+        }
+        asked.write.write_text(json.dumps(plain, indent=1) + "\n")
+    failures = [show(trainer, file, columns["trl"], columns["lockstep"]) for trainer, file in TRAINERS.items()]
+    sys.exit(int(any(failures)))
+
+
+def prepare(folder: Path, checkout: Path, files: list[str]) -> None:
+    """Make the models, copy the tests, and say what is measured."""
+    from trl_stand_ins.hub import build_data, build_hub
+
+    commit = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    print(f"tests: {checkout} at commit {commit.stdout.strip() or 'unknown (no git repository)'}")
+    copy_tests(checkout, folder / "checkout")
+    if (folder / "hub-home").exists():
+        print(f"models: those in {folder}")
+        return
+    made, missing = build_hub(folder, checkout, files)
+    build_data(folder, checkout)
+    print(f"models: {len(made)} made by the checkout's programs, all with Qwen's vocabulary; data: by its programs too")
+    for name, why in missing.items():
+        print(f"  not made: {name}: {why}")
+
+
+def copy_tests(checkout: Path, to: Path) -> None:
+    """Copy the tests to where no `trl` is beside them. pytest puts their folder first on the path."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(checkout / "tests", to / "tests")
+    shutil.copy(checkout / "pyproject.toml", to)
 
 
 def run(who: str, asked: argparse.Namespace, files: list[str], folder: Path) -> Results:
-    """Outcome and reason of every test, by its name.
+    """Outcome of every test, by its name.
 
     Raises:
-        SystemExit: pytest wrote no results.
+        SystemExit: pytest ran no test.
     """
     results = folder / f"{who}.json"
-    here = Path(__file__).parent
+    results.unlink(missing_ok=True)
+    here = Path(__file__).resolve().parent
     environment = {
         # A checkout is code of others: it gets no tokens and keys of the caller's environment.
         **{name: os.environ[name] for name in KEPT if name in os.environ},
@@ -80,47 +146,73 @@ def run(who: str, asked: argparse.Namespace, files: list[str], folder: Path) -> 
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "TQDM_DISABLE": "1",
+        # Tests with vLLM in the process: by default its cache takes a share of the machine's memory.
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "TRL_TESTS": json.dumps({"who": who, "steps": asked.steps, "results": str(results)}),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")])),
+        "TRL_TESTS": json.dumps({"who": who, "steps": asked.steps, "folder": str(folder), "results": str(results)}),
+        # The second folder has a module that every Python process imports: workers of a data loader need torchvision too.
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(here), str(here / "trl_stand_ins" / "every_process"), os.environ.get("PYTHONPATH")])
+        ),
     }
     command = [sys.executable, "-m", "pytest", "-p", "trl_stand_ins.plugin", "-q", "--tb=short", "--no-header"]
     command += ["-p", "no:cacheprovider", "--rootdir", ".", *(["-k", asked.chosen] if asked.chosen else []), *files]
     log = folder / f"{who}.log"
     with log.open("w") as out:
-        subprocess.run(command, cwd=asked.checkout, env=environment, stdout=out, stderr=subprocess.STDOUT, check=False)
-    if not results.exists():
-        sys.exit(f"pytest did not run for {who}:\n{log.read_text()[-3000:]}")
-    return {name: (outcome, reason) for name, (outcome, reason) in json.loads(results.read_text()).items()}
+        subprocess.run(
+            command, cwd=folder / "checkout", env=environment, stdout=out, stderr=subprocess.STDOUT, check=False
+        )
+    for line in log.read_text().splitlines():
+        if line.startswith("measured: "):
+            print(f"{who}: {line.removeprefix('measured: ')}")
+    written = json.loads(results.read_text()) if results.exists() else {}
+    if not written:
+        sys.exit(f"pytest ran no test for {who}:\n{log.read_text()[-3000:]}")
+    return {name: Outcome(*given) for name, given in written.items()}
 
 
-def show(trl: Results, ours: Results) -> int:
-    """Print both columns, and every test that passes in one of them only. Returns the number of TRL's that fail here, at most 1."""
-    print(f"\n{'test':<88} {'TRL':>8} {'ours':>8}")
-    for name in sorted(trl | ours):
-        (theirs, _), (own, _) = trl.get(name, ("-", "")), ours.get(name, ("-", ""))
-        print(f"{name:<88} {theirs:>8} {own:>8}")
-    counted = {name for name, (outcome, _) in trl.items() if outcome == "passed"}
-    private = {name: why for name in counted for part, why in PRIVATE.items() if part in name}
-    counted -= private.keys()
-    passed = {name for name in counted if ours.get(name, ("-", ""))[0] == "passed"}
-    print(
-        f"\nTRL passes {len(counted) + len(private)} of {len(trl)}. {len(private)} of these read what is private in TRL:"
-    )
-    for name, why in sorted(private.items()):
-        print(f"  {name}: {why}")
-    print(f"Of the other {len(counted)}, ours pass {len(passed)}. The differences:")
-    for name in sorted(counted - passed):
-        print(f"  {name}: {ours.get(name, ('-', 'not run'))[1]}")
-    print("Of the tests that TRL itself does not pass here:")
-    for name, (outcome, reason) in sorted(trl.items()):
-        if outcome == "failed":
-            print(f"  {name}: {reason}")
-    for name in sorted(
-        name for name, (outcome, _) in ours.items() if outcome == "passed" and trl.get(name, ("-", ""))[0] == "failed"
+def show(trainer: str, file: str, trl: Results, ours: Results) -> bool:
+    """Print what became of a trainer's tests. Returns whether a test of the denominator fails with ours."""
+    here = {name: given for name, given in trl.items() if name.startswith(file)}
+    if not here:
+        return False
+    passed = {name for name, given in here.items() if given.outcome == "passed"}
+    print(f"\n## {trainer}: TRL passes {len(passed)} of {len(here)}")
+    private = {name: here[name].private for name in passed if here[name].private}
+    decided = {
+        name: why
+        for name in passed - private.keys()
+        for part, why in DECIDED.items()
+        if part in name or part in here[name].models
+    }
+    families = {
+        name: f"its family is {family}"
+        for name in passed - private.keys() - decided.keys()
+        for family in FAMILIES
+        if f"tiny-{family}" in here[name].models
+    }
+    for title, apart in (
+        (f"(a) not comparable: they patch or use TRL's insides ({REPLAYED})", private),
+        ("(b) refused by a decision", decided),
+        ("(c) picture families that are not here", families),
     ):
-        print(f"  {name}: passes with ours only")
-    return int(passed != counted)
+        print(f"\n{title}: {len(apart)}")
+        for name, why in sorted(apart.items()):
+            own = ours.get(name, Outcome("not run")).outcome
+            print(f"  {name.removeprefix(file + '::')}: {why} (ours: {own})")
+    counted = passed - private.keys() - decided.keys() - families.keys()
+    same = {name for name in counted if ours.get(name, Outcome("not run")).outcome == "passed"}
+    print(f"\nOf the other {len(counted)}, ours pass {len(same)} ({len(same) / max(1, len(counted)):.1%}):")
+    for name in sorted(counted):
+        given = ours.get(name, Outcome("not run"))
+        mark = "  passed" if name in same else f"  {given.outcome.upper()}"
+        print(f"{mark} {name.removeprefix(file + '::')}{'' if name in same else ': ' + given.reason}")
+    print("\nTests that TRL itself does not pass here:")
+    for name, given in sorted(here.items()):
+        if given.outcome != "passed":
+            own = ours.get(name, Outcome("not run")).outcome
+            print(f"  {given.outcome} {name.removeprefix(file + '::')}: {given.reason} (ours: {own})")
+    return same != counted
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ The two checks that the ids were drawn (`samples`, `draws`) are left out there: 
 
 from __future__ import annotations
 
-import codecs
+import copy
 import dataclasses
 import gc
 import importlib
+import importlib.util
+import inspect
 import json
 import os
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from trl_stand_ins.hub import data_of
+from trl_stand_ins.private import insides, models
 from trl_stand_ins.vision import load_torchvision
 
 ASKED = json.loads(os.environ["TRL_TESTS"])
@@ -38,10 +43,10 @@ OURS = {
 LENGTHS = ("max_steps", "num_train_epochs")
 # New tokens of a completion, where TRL's default would be used; nearly all of its tests name so few.
 NEW_TOKENS = 8
-# Images per row of the data sets that have some.
-IMAGES = {"trl-internal-testing/zen-image": 1, "trl-internal-testing/zen-multi-image": 2}
+ENVIRONMENT = pytest.StashKey[dict[str, str]]()
+_whole_runs: list[bool] = []
 _trainers: weakref.WeakSet[Any] = weakref.WeakSet()
-_results: dict[str, tuple[str, str]] = {}
+_results: dict[str, tuple[str, str, str, str]] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,12 +55,27 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before our package, which hides a torchvision of another build than torch.
     load_torchvision()
     datasets.load_dataset = load_dataset
+    skip_liger_without_gpu()
+    parse_tokenizers_once()
+    add_missing_questions(Path(config.rootpath) / "tests" / "testing_utils.py")
     if ASKED["who"] == "lockstep":
         put_ours()
     else:
         for where, name in OURS.items():
             if name.endswith("Config"):
                 shorten(getattr(importlib.import_module(where), name))
+
+
+def add_missing_questions(tests: Path) -> None:
+    """Give `trl.import_utils` the functions `is_…_available` that the tests import and the installed TRL does not have.
+
+    They only decide which tests are skipped. The tests' commit and the installed TRL need not be of one version.
+    """
+    questions = importlib.import_module("trl.import_utils")
+    for name, package in sorted({*re.findall(r"\b(is_(\w+)_available)\b", tests.read_text())}):
+        if not hasattr(questions, name):
+            is_there = importlib.util.find_spec(package) is not None
+            setattr(questions, name, lambda is_there=is_there: is_there)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -67,54 +87,91 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
         if call.excinfo is not None:
             said = str(call.excinfo.value).strip().splitlines() or [""]
             reason = f"{call.excinfo.type.__name__}: {said[0]}"[:300]
-        _results[item.nodeid] = (outcome, reason)
+        _results[item.nodeid] = (outcome, reason, insides(item.function), models(item.function, item.name))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: Any) -> None:
+    # A test that counts the calls of a run needs the whole of it.
+    _whole_runs[:] = [True] if "call_count" in inspect.getsource(inspect.unwrap(item.function)) else []
+    item.stash[ENVIRONMENT] = dict(os.environ)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: Any) -> None:
+    """Close what the test left. TRL's tests with vLLM leave variables by which the next trainer takes itself for one of several."""
+    from accelerate.state import AcceleratorState
+
     for trainer in list(_trainers):
         trainer.close()
     _trainers.clear()
+    os.environ.clear()
+    os.environ.update(item.stash[ENVIRONMENT])
+    AcceleratorState._reset_state(reset_partial_state=True)
     gc.collect()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which packages the tests have used."""
+    import trl
+
+    import lockstep
+
+    said = f"trl {trl.__version__}, {trl.__file__}"
+    if ASKED["who"] == "lockstep":
+        said = f"lockstep, {lockstep.__file__}, in the places of the trainers of {said}"
+    terminalreporter.write_line(f"measured: {said}")
 
 
 def pytest_sessionfinish(session: Any) -> None:
     Path(ASKED["results"]).write_text(json.dumps(_results))
 
 
-def load_dataset(path: str, name: str | None = None, split: str | None = None, **_: Any) -> Any:
-    """The data set of this name: lines of "The Zen of Python", cut into a prompt and its end."""
-    import contextlib
-    import io
+def load_dataset(
+    path: str, name: str | None = None, split: str | None = None, streaming: bool = False, **_: Any
+) -> Any:
+    """The data set of this name, as a stream if asked."""
+    from datasets import IterableDatasetDict, load_from_disk
 
-    from datasets import Dataset, DatasetDict
-
-    images = IMAGES.get(path, 0)
-    if name is None or not (images or path == "trl-internal-testing/zen"):
-        pytest.skip(f"there is no stand-in for the data set {path}")
-    with contextlib.redirect_stdout(io.StringIO()):
-        import this
-    lines = codecs.decode(this.s, "rot13").split("\n")[2:]
-    halves = [(" ".join(words[: len(words) // 2]), words) for words in (line.split() for line in lines if line)]
-    if name == "standard_prompt_only":
-        rows: list[dict[str, Any]] = [{"prompt": prompt} for prompt, _ in halves]
-    elif name == "conversational_prompt_only":
-        rows = [{"prompt": [{"role": "user", "content": f"What comes after: {prompt}"}]} for prompt, _ in halves]
-    else:
-        pytest.skip(f"there is no stand-in for the part {name} of {path}")
-    if images:
-        rows = [row | {"images": [noise(images * i + place) for place in range(images)]} for i, row in enumerate(rows)]
-    parts = DatasetDict(train=Dataset.from_list(rows[:17]), test=Dataset.from_list(rows[17:]))
+    where = data_of(Path(ASKED["folder"]), path, name or "default")
+    if not where.exists():
+        pytest.skip(f"the checkout has no program for the part {name} of {path}")
+    parts: Any = load_from_disk(str(where))
+    if streaming:
+        parts = IterableDatasetDict({part: rows.to_iterable_dataset() for part, rows in parts.items()})
     return parts if split is None else parts[split]
 
 
-def noise(seed: int) -> Any:
-    """An image of the sizes that TRL's data sets have."""
-    import numpy as np
-    from PIL import Image
+def parse_tokenizers_once() -> None:
+    """Parse each tokenizer.json once per process. Nearly every test loads two, with 151,669 tokens each."""
+    load = json.load
+    known: dict[str, Any] = {}
 
-    draw = np.random.default_rng(seed)
-    return Image.fromarray(draw.integers(0, 256, (*draw.integers(32, 64, 2), 3), dtype=np.uint8))
+    def load_once(file: Any, **options: Any) -> Any:
+        name = getattr(file, "name", "")
+        if not str(name).endswith("tokenizer.json"):
+            return load(file, **options)
+        path = f"{os.path.realpath(name)} {os.stat(name).st_mtime_ns}"
+        parsed = known[path] if path in known else known.setdefault(path, load(file, **options))
+        # transformers changes the list of added tokens, and not the vocabulary.
+        return {**copy.deepcopy({**parsed, "model": None}), "model": dict(parsed["model"])}
+
+    json.load = load_once
+
+
+def skip_liger_without_gpu() -> None:
+    """Skip tests that train with Liger's kernels, if there is no GPU: they would stay in the process and fail every later test."""
+    import torch
+    from transformers import Trainer
+
+    train = Trainer.train
+
+    def or_skip(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.args.use_liger_kernel and not torch.cuda.is_available():
+            pytest.skip("Liger's kernels need a GPU")
+        return train(self, *args, **kwargs)
+
+    Trainer.train = or_skip  # type: ignore[method-assign]
 
 
 def shorten(config: type) -> None:
@@ -126,13 +183,10 @@ def shorten(config: type) -> None:
     def init(self: Any, *args: Any, **fields: Any) -> None:
         # A test of the defaults themselves gives no folder.
         runs = "output_dir" in fields
-        if not any(name in fields for name in LENGTHS):
+        if ASKED["steps"] and not _whole_runs and not any(name in fields for name in LENGTHS):
             fields["max_steps"] = ASKED["steps"]
         if runs and "max_new_tokens" in known:
             fields = {"max_new_tokens": NEW_TOKENS} | fields
-        if fields.get("use_liger_kernel") and not torch.cuda.is_available():
-            # Its kernels would stay in this process and fail every test that follows.
-            pytest.skip("Liger's kernels need a GPU")
         if not torch.cuda.is_available():
             # TRL's configurations ask for a machine with bf16 units otherwise.
             fields = {"use_cpu": True, "bf16": False} | fields

@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from tiny import make_model
 
 from lockstep.errors import InputError
 from lockstep.models import liger
 from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.training.run import run_method
+from lockstep.training.run_files.run_directory import RunPlace
+from lockstep.training.trainers.grpo import GRPOTrainer
 
 pytest.importorskip("liger_kernel", reason="Liger is not installed here")
 
@@ -35,9 +39,26 @@ def test_training_with_the_kernels_of_the_gpu_is_training_without(untied_dir: st
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them")
-def test_without_a_gpu_they_are_refused() -> None:
+def test_without_a_gpu_a_run_is_refused_before_its_model_is_loaded(tmp_path: Path) -> None:
+    config = GRPOConfig(output_dir="unused", use_liger_kernel=True)
     with pytest.raises(InputError, match="use_liger_kernel needs a GPU"):
-        GRPOConfig(output_dir="unused", use_liger_kernel=True)
+        run_method(GRPOTrainer, config, RunPlace(tmp_path, None, {}), "a model that is not there")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them")
+def test_without_a_gpu_a_trainer_is_made_and_training_is_refused(untied_dir: str, tmp_path: Path) -> None:
+    config = GRPOConfig(
+        output_dir=str(tmp_path), use_liger_kernel=True, use_vllm=False, use_cpu=True, num_generations=4, max_steps=1,
+        max_completion_length=4, per_device_train_batch_size=4, report_to="none",
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        untied_dir, lambda completions, **_: [0.0] * len(completions), config, Dataset.from_dict({"prompt": ["a"]})
+    )
+    try:
+        with pytest.raises(InputError, match="use_liger_kernel needs a GPU"):
+            trainer.train()
+    finally:
+        trainer.close()
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,7 @@ from lockstep.errors import InputError
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
-def liger_config(
-    use_liger_kernel: bool, kernel_config: Mapping[str, bool] | str | None, *, use_cpu: bool
-) -> dict[str, bool] | None:
+def liger_config(use_liger_kernel: bool, kernel_config: Mapping[str, bool] | str | None) -> dict[str, bool] | None:
     """The kernels to put into the model, as a `liger_kernel_config`; None if Liger is not used.
 
     Args:
@@ -32,7 +30,7 @@ def liger_config(
         kernel_config: the setting `liger_kernel_config`: kernels by Liger's names, on or off.
 
     Raises:
-        InputError: kernels are chosen without `use_liger_kernel`, liger-kernel is missing, there is no GPU, or a loss is chosen.
+        InputError: kernels are chosen without `use_liger_kernel`, liger-kernel is missing, or a loss is chosen.
     """
     if isinstance(kernel_config, str):
         raise InputError(f'liger_kernel_config={kernel_config!r}; it must be a mapping, such as {{"rope": false}}')
@@ -45,9 +43,18 @@ def liger_config(
             raise InputError(f"liger_kernel_config has {name}, but no loss of Lockstep uses it; leave it out")
     if not is_liger_kernel_available():
         raise InputError("use_liger_kernel needs liger-kernel; install lockstep-rl[liger]")
-    if (use_cpu or not torch.cuda.is_available()) and os.environ.get("TRITON_INTERPRET") != "1":
-        raise InputError("use_liger_kernel needs a GPU: Liger's kernels are written in Triton; leave it out on a CPU")
     return {**(kernel_config or {}), _LOSSES[0]: False}
+
+
+def check_gpu(use_liger_kernel: bool, *, use_cpu: bool) -> None:
+    """Refuse to train with the kernels where they cannot run. A config and a trainer can be made there, as in TRL.
+
+    Raises:
+        InputError: `use_liger_kernel` is set, and there is no GPU or it is not used.
+    """
+    has_gpu = torch.cuda.is_available() and not use_cpu
+    if use_liger_kernel and not has_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InputError("use_liger_kernel needs a GPU: Liger's kernels are written in Triton; leave it out on a CPU")
 
 
 def check_kernels(model: PreTrainedModel, chosen: Mapping[str, bool]) -> None:

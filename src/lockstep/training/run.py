@@ -17,6 +17,7 @@ from transformers import TrainerState
 
 from lockstep.collector import collector_off
 from lockstep.errors import InputError, LockstepError
+from lockstep.models.liger import check_gpu
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.live import LiveView
 from lockstep.report.log_lines import LogLines
@@ -54,7 +55,7 @@ def run_method(
         arguments: the other arguments of the trainer's constructor: reward functions, data, an adapter.
 
     Raises:
-        InputError: there are several evaluation sets, or the config names a checkpoint.
+        InputError: there are several evaluation sets, the config names a checkpoint, or its kernels need a GPU.
         Interrupted: SIGINT or SIGTERM arrived (see `stop_signals.py`).
         LockstepError: the trainer raised it.
     """
@@ -65,6 +66,8 @@ def run_method(
             f"resume_from_checkpoint={config.resume_from_checkpoint!r} is not supported here: a run goes on from the last "
             "checkpoint of its output_dir by itself; leave it out"
         )
+    # The trainer asks again. Here the answer comes before a model is loaded and an engine started.
+    check_gpu(config.use_liger_kernel, use_cpu=config.use_cpu)
     config.output_dir = str(place.folder)
     config.disable_tqdm = True
     with StopSignals() as stop:

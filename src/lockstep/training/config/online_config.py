@@ -230,7 +230,7 @@ class OnlineConfig(
         self.refuse_other_values()
         self._refuse_unsupported()
         self.drop_what_has_no_effect(owner=self.process_index == 0)
-        self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config, use_cpu=self.use_cpu)
+        self.liger_kernel_config = liger_config(self.use_liger_kernel, self.liger_kernel_config)
         self._check_engine()
         check_corrections(self)
         self.check_images()

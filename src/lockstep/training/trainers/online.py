@@ -23,6 +23,7 @@ from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
 from lockstep.models.cuda import prepare_cuda
+from lockstep.models.liger import check_gpu
 from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -344,10 +345,11 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         """Train, as the base class does. At the end, also after an error, the engine's unfinished generations are cancelled.
 
         Raises:
-            InputError: there is no checkpoint to resume from.
+            InputError: there is no checkpoint to resume from, or `use_liger_kernel` is set and there is no GPU.
             LockstepError: the trainer is closed.
         """
         check_open(self._is_closed)
+        check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
         self.check_resume(resume_from_checkpoint)
