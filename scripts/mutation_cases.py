@@ -2572,8 +2572,8 @@ MUTATIONS = [
     Mutation(
         "the probe of an engine's experts asks the first one only",
         "engines/transformers_probe.py",
-        "inputs, chosen.to(weights.device),",
-        "inputs, 0 * chosen.to(weights.device),",
+        "return module(inputs, chosen,",
+        "return module(inputs, 0 * chosen,",
         EXPERTS,
     ),
     Mutation(
