@@ -8,7 +8,7 @@ appears for each log, for each long piece of work, and after some seconds withou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class LiveView(TrainerCallback):
         latest: returns the figures of the last step, by metric name.
         sample: returns the reward of one rollout, and what was said in it: a label and a text for each turn and each result of a
             tool. None: there is none yet.
+        alarms: returns the alarms of the run.
     """
 
     def __init__(
@@ -65,8 +66,10 @@ class LiveView(TrainerCallback):
         latest: Callable[[], Mapping[str, float]],
         sample: Callable[[], tuple[float, list[tuple[str, str]]] | None],
         console: Console | None = None,
+        alarms: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._about, self._phase, self._latest, self._sample = about, phase, latest, sample
+        self._alarms = alarms
         self._console = console or Console()
         self._live: Live | None = None
         self._spinner = Spinner("dots", style="cyan")
@@ -193,6 +196,7 @@ class LiveView(TrainerCallback):
             if needed in figures:
                 rows.append((label, _line(words(), style)))
 
+        rows += [("ALARM", _line(text, "bold red")) for text in self._alarms()]
         mean, largest = self._about.gap_limits
         add("reward", "reward", lambda: f"{figures['reward']:.3f}  {sparkline(self._trends['reward'])}")
         if self._logged:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.report.alarms import LINE
+
 Line = dict[str, Any]
 
 
@@ -25,6 +27,7 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
         for name in (steps[0] if steps else {})
         if name.startswith("time/") and name != "time/step"
     }
+    alarms = [line["text"] for line in receipt if line["kind"] == LINE]
     receipt = [line for line in receipt if line["kind"] == "step"]
     tokens = sum(line["sampled_tokens"] for line in receipt)
     seconds = sum(line["time/step"] for line in steps)
@@ -35,6 +38,7 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
         "tokens_per_s": round(tokens / seconds, 1) if seconds else 0.0,
         "time": {name: round(value, 2) for name, value in time.items()},
         "parity": _parity(receipt),
+        **({"alarms": alarms} if alarms else {}),
     }
 
 
@@ -80,7 +84,8 @@ def _parity(receipt: list[Line]) -> Line:
 
 def summary_lines(summary: Line) -> list[str]:
     """The summary as lines of text for the user."""
-    parity, lines = summary["parity"], []
+    parity = summary["parity"]
+    lines = [f"ALARM            {text}" for text in summary.get("alarms", ())]
     if "eval_reward_after" in summary:
         # The first evaluation is missing if its file was lost when the run went on.
         first = "unknown"

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.report.alarms import LINE
 from lockstep.report.kept_rollouts import rollout_files
 
 Line = dict[str, Any]
@@ -63,6 +64,11 @@ class RunRecord:
     def proven(self) -> list[Line]:
         """The receipt's lines of steps whose proofs have passed."""
         return [line for line in self.receipt if line.get("kind") == "step"]
+
+    @property
+    def alarms(self) -> list[Line]:
+        """The receipt's lines of alarms."""
+        return [line for line in self.receipt if line.get("kind") == LINE]
 
     @property
     def last_step(self) -> int:

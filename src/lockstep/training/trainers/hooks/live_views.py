@@ -27,7 +27,13 @@ def view_of(trainer: OnlineTrainer, kind: type[View]) -> View:
         folder=str(config.output_dir),
         gap_limits=(limit.mean, limit.largest(config.completions_per_step * config.completion_limit)),
     )
-    return kind(about, trainer.clock.progress, trainer.step_log.latest, lambda: live_sample(trainer.source.shown_group))
+    return kind(
+        about,
+        trainer.clock.progress,
+        trainer.step_log.latest,
+        lambda: live_sample(trainer.source.shown_group),
+        alarms=lambda: trainer.alarms.texts,
+    )
 
 
 def show_in_notebook(trainer: OnlineTrainer) -> NotebookView | None:

@@ -103,6 +103,8 @@ class StepHooks(Trainer):
         self.loop.update_proof = update_proof(self)
         self._freeze()
         self.source.start(Path(self.args.output_dir or "."), self.state.global_step, self.inputs)
+        if self.ranks.owner:
+            self.source.proofs.keep_alarms(self.source.alarms, lambda: self.state.global_step)
         self.clock.take()
 
     def before_update(self) -> None:
