@@ -1480,8 +1480,8 @@ MUTATIONS = [
     Mutation(
         "a generation with a score leaves the count of those without one as it is",
         "training/generate/unscored.py",
-        "            self._in_a_row = 0\n            return {}",
-        "            return {}",
+        "            self._in_a_row = 0\n            for name",
+        "            for name",
         "tests/training/test_unscored_generations.py",
     ),
     Mutation(
@@ -1904,8 +1904,65 @@ MUTATIONS = [
     _of(
         TOOLS,
         "a tool may take for ever",
-        "return await in_thread(lambda: function(**given), self.timeout)",
+        "return await in_thread(lambda: function(**given), self.timeout, what)",
         "return await asyncio.sleep(0, None)",
+    ),
+    _of(
+        TOOLS, "tools in threads though none asks for them", "return None if self._threads or", "return None if True or"
+    ),
+    _of(TOOLS, "a signal in another thread is an error for the model", "if uses_signal(error) and", "if False and"),
+    _of(TOOLS, "one call that fails is an alarm", "if same and len(ends) == 1:", "if False:"),
+    _of(
+        TOOLS, "a tool that fails now and then is an alarm", "same = len(failed) == len(ends) and", "same = failed and"
+    ),
+    Mutation(
+        "the thread of tools is another one after each call",
+        "rollouts/programs/workers.py",
+        "        if self._thread is None:\n            self._start()",
+        "        self._start()",
+        "tests/rollouts/test_tools.py",
+    ),
+    Mutation(
+        "after a call that hangs no other one runs",
+        "rollouts/programs/workers.py",
+        "        if self._thread is thread:\n            self._start()",
+        "        pass",
+        "tests/rollouts/test_tools.py",
+    ),
+    Mutation(
+        "Ctrl-C during a tool is an error for the model",
+        "rollouts/programs/workers.py",
+        "if isinstance(error, KeyboardInterrupt) and",
+        "if False and",
+        "tests/rollouts/test_tools.py",
+    ),
+    Mutation(
+        "rewards read an environment in another thread than its own",
+        "training/generate/rollouts/tools.py",
+        "return self.calls.home.do(work, limit)",
+        "return work()",
+        "tests/training/test_tools_in_training.py",
+    ),
+    Mutation(
+        "an alarm is said at every step",
+        "report/alarms.py",
+        "(key, subject) in self._raised or known",
+        "known",
+        "tests/report/test_alarms.py",
+    ),
+    Mutation(
+        "an alarm that was raised before the receipt was opened is not in it",
+        "report/alarms.py",
+        "for about, alarm in self._raised.items() if about not in written",
+        "for about, alarm in self._raised.items() if False",
+        "tests/report/test_alarms.py",
+    ),
+    Mutation(
+        "a reward function that scores nothing is silent",
+        "training/generate/unscored.py",
+        'self._alarms.tell("reward_none"',
+        '(lambda *_, **__: None)("reward_none"',
+        "tests/training/test_tools_in_training.py",
     ),
     Mutation(
         "the driver misses a rollout that has yet to go on after a call",
@@ -1933,8 +1990,8 @@ MUTATIONS = [
     Mutation(
         "a tool's exit ends the run",
         "rollouts/programs/workers.py",
-        "except BaseException as error:  # noqa: BLE001 - the caller raises it",
-        "except ValueError as error:",
+        "    except BaseException as error:\n        # Ctrl-C",
+        "    except ValueError as error:\n        # Ctrl-C",
         "tests/rollouts/test_tools.py",
     ),
     _of(ENVIRONMENTS, "an environment that failed is used again", "if environment.failed is None:", "if True:"),

@@ -4,6 +4,7 @@
     make tools ARGS="--parts waits turns --rounds 2"
     make tools ARGS="--parts step --seconds 0 --rounds 1 --json runs/bench/tools_step.json"
     make tools ARGS="--size tiny --parts waits turns"
+    make tools ARGS="--size tiny --parts waits --one_thread"
 
 Real vLLM in this process. The model calls a tool at the end of every turn (`against_trl/tool_model.py`), and all turns have the
 same length. Each figure is the median over the rounds after the first.
@@ -15,6 +16,8 @@ waits: 64 rollouts with 4 turns and 3 calls each. A call takes 0 to 2 s; the see
       with calls of 0 s. On few cores the rollouts share the engine, and no order of the work can be faster.
     The wall time may be 1.2 times the floor. With `--size tiny` the floor equals the chain. For comparison, `with_barriers_s` is
     the time with a barrier after every turn: the computing plus the longest call of each turn. It is added up, not measured.
+    Each environment has a thread of its own (`tool_threads`). With `--one_thread` all calls run in the engine's thread, one after
+    the other, as they do by default: then the wall time is the computing plus all calls (`all_calls_s`).
 turns: sampled tokens per second of the same 64 rollouts with calls of 0 s, and of 64 rollouts of one turn that sample as many
     tokens. The prompts of the single turns are longer by as many ids as the tools insert. So both runs compute the same number of
     ids, and the engine's cache starts empty. The rate with turns must be at least 0.9 of the rate without. (vLLM caches whole
@@ -29,7 +32,6 @@ Prints the figures. Writes `runs/bench/tools.json` (machine, every round, figure
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import random
@@ -66,11 +68,13 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured rounds, after one that is not measured")
     parser.add_argument("--seconds", nargs="*", default=["0", "0.1"], help="part step: seconds that a call takes")
+    parser.add_argument("--one_thread", action="store_true", help="parts waits and turns: no threads for environments")
     parser.add_argument("--json", type=Path, default=Path("runs/bench/tools.json"))
     args = parser.parse_args()
     found: dict[str, Any] = {
         "machine": {"name": cpu_name(), "cores": os.cpu_count()},
         "size": args.size,
+        "one_thread": args.one_thread,
         "floors": {"waits": MOST_FLOORS, "turns": LEAST_SHARE},
         "parts": {},
     }
@@ -83,7 +87,7 @@ def main() -> None:
                 rounds = steps(model, args.rounds, args.seconds, Path(folder))
                 figures: Any = {seconds: step_figures(own) for seconds, own in rounds.items()}
             else:
-                with playing(model) as play:
+                with playing(model, threads=not args.one_thread) as play:
                     rounds = [rounds_of(part)(play, number) for number in range(args.rounds + 1)][1:]
                 figures = figures_of(part)(rounds)
             found["parts"][part] = {"figures": figures, "rounds": rounds}
@@ -129,7 +133,7 @@ class Run(NamedTuple):
 class Play:
     """One engine, and the program that makes rollouts with it."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, threads: bool) -> None:
         from lockstep.engines.vllm.in_process import VLLMInProcess
         from lockstep.models.policy import load_policy
         from lockstep.rollouts.programs.environments import Environments
@@ -144,9 +148,9 @@ class Play:
         dtype = engine_dtype("auto")
         self.engine = VLLMInProcess(model, dtype=dtype, max_model_len=CONTEXT, max_num_seqs=ROLLOUTS)
         push_weights(load_policy(model), self.engine, 0)
-        self.calls = ToolCalls(60.0)
+        self.calls = ToolCalls(60.0, threads=threads)
         environments = Environments(ToolEnvironment, self.calls)
-        kinds = asyncio.run(environments.probe())
+        kinds = self.calls.finish(environments.probe(), 60.0)
         self.extension = Extension(self.tokenizer, [self.tokenizer.eos_token_id], tools=list(kinds[None].schemas))
         self.program = ToolProgram({None: self.extension}, {}, self.calls, environments, CALLS, longest_token=40)
 
@@ -183,7 +187,7 @@ class Play:
         # A training step never finds blocks of the generation before.
         assert self.engine.reset_caches(), "vLLM did not empty its prefix cache"
         ToolEnvironment.longest = longest or 0.0
-        with Driver(self.engine, self.tokenizer, self.calls.settled) as driver:
+        with Driver(self.engine, self.tokenizer, self.calls) as driver:
             start, used = time.perf_counter(), time.process_time()
             found = driver.run(starts, single_turn if longest is None else self.program)
             seconds, used = time.perf_counter() - start, time.process_time() - used
@@ -211,8 +215,8 @@ def check_work(rollouts: Sequence[Any], turns: Sequence[int]) -> None:
 
 
 @contextmanager
-def playing(model: str) -> Iterator[Play]:
-    play = Play(model)
+def playing(model: str, *, threads: bool) -> Iterator[Play]:
+    play = Play(model, threads=threads)
     try:
         yield play
     finally:
@@ -327,6 +331,7 @@ def waits_figures(rounds: Sequence[Round]) -> dict[str, Any]:
     return {
         "wall_s": statistics.median(own["wall_s"] for own in rounds),
         "chain_s": statistics.median(own["chain_s"] for own in rounds),
+        "all_calls_s": statistics.median(sum(map(sum, own["waits"])) for own in rounds),
         "longest_calls_s": statistics.median(max(map(sum, own["waits"])) for own in rounds),
         "computing_s": statistics.median(own["computing_s"] for own in rounds),
         "with_barriers_s": statistics.median(with_barriers(own["computing_s"], own["waits"]) for own in rounds),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from lockstep.rollouts.scores.rewards import call_functions
 
 PROMPTS = [Prompt(f"p{i}", (5, 6, 7 + i), f"prompt {i}", {"answer": i}) for i in range(3)]
 SIZE = 2
+THREAD = ThreadPoolExecutor(1)
 
 
 def rollout(prompt: Prompt, sample: int) -> Rollout:
@@ -48,7 +50,7 @@ def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
 @given(st.permutations(ANSWERS))
 def test_in_whatever_order_answers_come_the_scores_are_those_of_one_call(answers: list[Rollout]) -> None:
     log = RewardLog()
-    with EarlyScores(PROMPTS, SIZE, score) as early:
+    with EarlyScores(PROMPTS, SIZE, score, THREAD) as early:
         for answer in answers:
             early.finished(answer)
         found = early.take(GROUPS, log)
@@ -65,7 +67,7 @@ def test_a_group_is_scored_before_the_others_are_answered() -> None:
         scored.set()
         return score(groups, log)
 
-    with EarlyScores(PROMPTS, SIZE, tell) as early:
+    with EarlyScores(PROMPTS, SIZE, tell, THREAD) as early:
         early.finished(ANSWERS[0])
         assert not scored.wait(0.2), "a group was scored before it was complete"
         early.finished(ANSWERS[1])
@@ -73,7 +75,7 @@ def test_a_group_is_scored_before_the_others_are_answered() -> None:
 
 
 def test_other_completions_in_the_end_are_refused() -> None:
-    with EarlyScores(PROMPTS, SIZE, score) as early:
+    with EarlyScores(PROMPTS, SIZE, score, THREAD) as early:
         for answer in ANSWERS:
             early.finished(answer)
         other = replace(ANSWERS[0], completion=replace(ANSWERS[0].completion, token_ids=(41, 51)))
@@ -89,7 +91,7 @@ def test_an_error_of_a_reward_function_is_the_callers() -> None:
     def fail(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
         return call_functions(groups, [broken], log=log)
 
-    with EarlyScores(PROMPTS, SIZE, fail) as early:
+    with EarlyScores(PROMPTS, SIZE, fail, THREAD) as early:
         for answer in ANSWERS:
             early.finished(answer)
         with pytest.raises(InputError, match="broken raised RuntimeError: no sandbox"):
@@ -102,7 +104,7 @@ def test_a_generation_that_is_lost_leaves_no_thread_behind() -> None:
         before = threading.active_count()
 
     def lost() -> None:
-        with EarlyScores(PROMPTS, SIZE, score) as early:
+        with EarlyScores(PROMPTS, SIZE, score, THREAD) as early:
             early.finished(ANSWERS[0])
             early.finished(ANSWERS[1])
             raise KeyboardInterrupt

@@ -1,12 +1,11 @@
-"""Environments: TRL's convention, each in its own thread or process; one that fails costs its own rollout only."""
+"""Environments: TRL's convention, in one thread or in processes of their own; one that fails costs its own rollout only."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import games
 import pytest
@@ -16,6 +15,7 @@ from lockstep.rollouts.programs.environment_process import ProcessEnvironment, i
 from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
 from lockstep.rollouts.programs.tools import ToolCalls
 
+T = TypeVar("T")
 FILE = Path(games.__file__)
 # Where the same class lives: in this process, and in a process of its own.
 PLACES = {"here": lambda name: getattr(games, name), "process": lambda name: in_process(f"{FILE}:{name}")}
@@ -34,19 +34,22 @@ class Stage:
     def __init__(self, factory: Callable[[], Any], timeout: float = 60.0) -> None:
         self.calls = ToolCalls(timeout)
         self.all = Environments(factory, self.calls)
-        self.one: Environment = asyncio.run(self.all.take(None))
+        self.one: Environment = self.wait(self.all.take(None))
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.calls.finish(work, 60.0)
 
     def reset(self, seed: int = 5, **row: Any) -> str | None:
-        found = asyncio.run(self.one.reset(row, seed))
+        found = self.wait(self.one.reset(row, seed))
         return None if found is None else found.text
 
     def call(self, name: str, **given: Any) -> str:
-        (found,) = asyncio.run(self.calls.run(self.one.tools, [(name, given)]))
+        (found,) = self.wait(self.calls.run(self.one.tools, [(name, given)]))
         self.one.check([found])
         return found.text
 
     def reward(self) -> float | None:
-        return asyncio.run(self.one.reward())
+        return self.wait(self.one.reward())
 
 
 @pytest.fixture
@@ -95,7 +98,7 @@ def test_reset_gets_the_row_and_the_seed_of_its_rollout(place: str, stage: Any) 
 
 def test_a_column_named_seed_comes_before_the_seed_of_the_rollout(stage: Any) -> None:
     found = stage(games.Guess)
-    asyncio.run(found.one.reset({"seed": 11, "level": 2}, 5))
+    found.wait(found.one.reset({"seed": 11, "level": 2}, 5))
     assert (found.one.instance.seed, found.one.instance.row) == (11, {"level": 2})
 
 
@@ -144,14 +147,14 @@ def test_an_environment_may_answer_as_the_user_and_that_is_no_tool(place: str, s
     found.reset(turns=1)
     assert list(found.one.tools) == ["multiply"]
     assert found.one.speaks
-    said = asyncio.run(found.one.next_user_message("seven"))
+    said = found.wait(found.one.next_user_message("seven"))
     assert said is not None
     assert said.text == "and 0?<|end|>"
-    assert asyncio.run(found.one.next_user_message("eight")) is None
+    assert found.wait(found.one.next_user_message("eight")) is None
     assert found.reward() == 2.0
     quiet = stage(PLACES[place]("Quiet"))
     assert not quiet.one.speaks
-    assert asyncio.run(quiet.one.next_user_message("seven")) is None
+    assert quiet.wait(quiet.one.next_user_message("seven")) is None
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,7 @@ def test_an_environment_that_cannot_answer_fails(how: str, message: str, stage: 
     found.reset(how=how)
     found.calls.timeout = 0.2 if how == "hangs" else 60.0
     with pytest.raises(EnvironmentFailed, match=f"environment Spoken: next_user_message: .*{message}"):
-        asyncio.run(found.one.next_user_message("seven"))
+        found.wait(found.one.next_user_message("seven"))
 
 
 def test_a_process_makes_its_environment_with_the_given_arguments(stage: Any) -> None:
@@ -202,7 +205,7 @@ def test_a_process_that_hangs_is_killed(stage: Any) -> None:
 
 def test_every_process_ends_with_its_run(stage: Any) -> None:
     found = stage(in_process(f"{FILE}:Guess"))
-    spare = asyncio.run(found.all.take(None))
+    spare = found.wait(found.all.take(None))
     found.all.give_back(spare)
     found.all.close()
     assert not alive(found.one.instance)
@@ -215,7 +218,7 @@ def test_every_process_ends_with_its_run(stage: Any) -> None:
 )
 def test_a_process_without_an_environment_says_why(target: str, message: str, calls: ToolCalls) -> None:
     with pytest.raises(EnvironmentFailed, match=message):
-        asyncio.run(Environments(in_process(target), calls).take(None))
+        calls.finish(Environments(in_process(target), calls).take(None), 60.0)
 
 
 def test_an_environment_is_used_again_but_one_that_failed_is_not(calls: ToolCalls) -> None:
@@ -230,7 +233,7 @@ def test_an_environment_is_used_again_but_one_that_failed_is_not(calls: ToolCall
         assert (await environments.take(None)) is second
         assert (await environments.take(None)) is not first
 
-    asyncio.run(both())
+    calls.finish(both(), 60.0)
 
 
 def test_the_column_environment_chooses_and_is_not_given_to_reset(calls: ToolCalls) -> None:
@@ -250,7 +253,7 @@ def test_the_column_environment_chooses_and_is_not_given_to_reset(calls: ToolCal
             environments.name_of({"environment": "chess"})
         environments.close()
 
-    asyncio.run(route())
+    calls.finish(route(), 60.0)
 
 
 def test_a_single_factory_gives_reset_every_column(calls: ToolCalls) -> None:
@@ -275,9 +278,9 @@ def test_an_environment_that_cannot_work_is_refused_before_training(
     factory: Any, message: str, calls: ToolCalls
 ) -> None:
     with pytest.raises(InputError, match=message):
-        asyncio.run(Environments(factory, calls).probe())
+        calls.finish(Environments(factory, calls).probe(), 60.0)
 
 
 def test_a_first_row_that_cannot_be_reset_is_refused_before_training(calls: ToolCalls) -> None:
     with pytest.raises(InputError, match="reset: no board"):
-        asyncio.run(Environments(games.Broken, calls).probe({"how": "reset raises"}))
+        calls.finish(Environments(games.Broken, calls).probe({"how": "reset raises"}), 60.0)

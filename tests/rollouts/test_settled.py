@@ -24,7 +24,7 @@ ALL = tools_of([multiply])
 
 @pytest.fixture
 def calls() -> Iterator[ToolCalls]:
-    made = ToolCalls(60.0)
+    made = ToolCalls(60.0, threads=True)
     yield made
     made.close()
 
@@ -37,7 +37,7 @@ def test_a_call_is_open_until_its_rollout_has_gone_on_whenever_the_driver_looks(
 ) -> None:
     may_end = asyncio.Event()
 
-    async def in_thread(function: Callable[[], Any], limit: float) -> Any:
+    async def in_thread(function: Callable[[], Any], limit: float, what: str) -> Any:
         await may_end.wait()
         return function()
 
@@ -89,14 +89,14 @@ def test_quick_calls_beside_a_slow_one_of_the_same_turn_are_not_waited_for(calls
 
 @pytest.mark.parametrize("looks", [0, 1], ids=["before_the_first_step", "between_two_steps"])
 def test_an_error_in_the_wait_for_tools_ends_the_generation(looks: int) -> None:
-    left = looks
+    class Calls(ToolCalls):
+        left = looks
 
-    async def settled() -> bool:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise LockstepError("nobody counted the calls")
-        return False
+        async def settled(self) -> bool:
+            self.left -= 1
+            if self.left < 0:
+                raise LockstepError("nobody counted the calls")
+            return False
 
     async def two_turns(conversation: Conversation) -> None:
         await conversation.sample(1)
@@ -104,7 +104,7 @@ def test_an_error_in_the_wait_for_tools_ends_the_generation(looks: int) -> None:
 
     start = Start(Prompt("p", (1, 2), "row"), RequestKey("p", 0), 1, Sampling(40))
     with (
-        Driver(PlayedEngine(), TOKENIZER, settled) as driver,  # type: ignore[arg-type]
+        Driver(PlayedEngine(), TOKENIZER, Calls(60.0)) as driver,  # type: ignore[arg-type]
         pytest.raises(LockstepError, match="nobody counted the calls"),
     ):
         driver.run([start], two_turns)

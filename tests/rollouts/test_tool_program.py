@@ -82,7 +82,7 @@ class Played:
         self.calls = ToolCalls(timeout)
         tools = tools_of([] if function is None else [function])
         self.environments = None if factory is None else Environments(factory, self.calls)
-        kinds = {} if self.environments is None else asyncio.run(self.environments.probe())
+        kinds = {} if self.environments is None else self.calls.finish(self.environments.probe(), 60.0)
         schemas = [tool.schema for tool in tools.values()]
         self.extensions = {
             name: Extension(tokenizer, [END], tools=[*schemas, *more])
@@ -99,7 +99,7 @@ class Played:
             name = (columns or {}).get("environment") if self.environments and self.environments.routed else None
             prompts.append(Prompt(f"row/{i}", self.extensions[name].prompt(source), source, columns or {}))
         starts = starts_for(prompts, Sampling(tokens), num_generations=samples, run_seed=3, version=7)
-        with Driver(self.engine, self.tokenizer, self.calls.settled) as driver:
+        with Driver(self.engine, self.tokenizer, self.calls) as driver:
             groups = sampled_now(driver, prompts, starts, 7, program=self.program)
         return [rollout for group in groups for rollout in group.rollouts]
 
@@ -204,7 +204,7 @@ def _answer(call: Any) -> str:
     return str(multiply(**call.arguments))
 
 
-def test_the_same_run_gives_the_same_rollouts_although_tools_run_in_threads(play: Any) -> None:
+def test_the_same_run_gives_the_same_rollouts(play: Any) -> None:
     first, second = (play().run() for _ in range(2))
     assert [r.branches for r in first] == [r.branches for r in second]
     assert [r.notes for r in first] == [r.notes for r in second]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from caller import NEVER, multiply
@@ -15,7 +18,9 @@ from caller import NEVER, multiply
 import lockstep.rollouts.programs.tools as tools_module
 from lockstep.errors import InputError, ProofError
 from lockstep.rollouts.programs.tools import ToolCalls, ToolResult, tool_of, tools_of
-from lockstep.rollouts.programs.workers import TookTooLong
+from lockstep.rollouts.programs.workers import TookTooLong, Worker
+
+T = TypeVar("T")
 
 
 async def multiply_later(a: int, b: int) -> int:
@@ -62,8 +67,16 @@ def calls() -> Iterator[ToolCalls]:
     made.close()
 
 
+@pytest.fixture
+def threads() -> Iterator[ToolCalls]:
+    """Calls of plain tools that each get a thread of their own."""
+    made = ToolCalls(60.0, threads=True)
+    yield made
+    made.close()
+
+
 def run(calls: ToolCalls, *given: tuple[str, Any], tools: Any = ALL) -> list[ToolResult]:
-    return asyncio.run(calls.run(tools, given))
+    return calls.finish(calls.run(tools, given), 60.0)
 
 
 def error_of(result: ToolResult) -> str:
@@ -80,10 +93,10 @@ def test_a_schema_comes_from_type_hints_and_docstring() -> None:
 
 
 def test_a_result_that_a_thread_made_for_another_call_is_refused(
-    calls: ToolCalls, monkeypatch: pytest.MonkeyPatch
+    threads: ToolCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = [("multiply", {"a": 1, "b": b}) for b in (2, 3)]
-    assert [result.text for result in run(calls, *given)] == ["2", "3"]
+    assert [result.text for result in run(threads, *given)] == ["2", "3"]
     honest, made = tools_module.in_thread, list[Any]()
 
     async def exchanged(*arguments: Any) -> Any:
@@ -92,7 +105,7 @@ def test_a_result_that_a_thread_made_for_another_call_is_refused(
 
     monkeypatch.setattr(tools_module, "in_thread", exchanged)
     with pytest.raises(ProofError, match=r"call \d of a turn got the result of call \d of a turn"):
-        run(calls, *given)
+        run(threads, *given)
 
 
 def test_results_are_in_the_order_of_the_calls_also_where_some_are_coroutines(calls: ToolCalls) -> None:
@@ -108,7 +121,9 @@ def test_results_are_in_the_order_of_the_calls_also_where_some_are_coroutines(ca
     assert not any(result.failed for result in found)
 
 
-def test_all_calls_run_at_the_same_time(calls: ToolCalls) -> None:
+@pytest.mark.parametrize("asks", ["the tool", "the field"])
+def test_calls_in_threads_of_their_own_and_coroutines_run_at_the_same_time(asks: str) -> None:
+    calls = ToolCalls(60.0, threads=asks == "the field")
     here, arrived = threading.Barrier(3), asyncio.Event()
 
     def meet() -> str:
@@ -122,8 +137,113 @@ def test_all_calls_run_at_the_same_time(calls: ToolCalls) -> None:
         arrived.set()
         return "met"
 
+    meet.own_thread = asks == "the tool"  # type: ignore[attr-defined]
     found = run(calls, ("meet", {}), ("meet_later", {}), ("meet", {}), tools=tools_of([meet, meet_later]))
     assert [result.text for result in found] == ["met"] * 3
+    calls.close()
+
+
+def tell_thread() -> str:
+    """Tell the thread of this call."""
+    return str(threading.get_ident())
+
+
+def test_plain_calls_run_in_the_thread_that_asked_or_in_one_other_thread_for_good(threads: ToolCalls) -> None:
+    tools, asked = tools_of([tell_thread]), [("tell_thread", {})] * 3
+    here, worker = ToolCalls(60.0), ToolCalls(60.0, Worker("tools"))
+    found = {
+        name: {result.text for _ in range(2) for result in run(calls, *asked, tools=tools)}
+        for name, calls in {"here": here, "worker": worker, "threads": threads}.items()
+    }
+    assert found["here"] == {str(threading.get_ident())}
+    assert len(found["worker"]) == 1
+    assert not found["worker"] & found["here"]
+    worker.close()
+
+
+def alarm() -> str:
+    """Set an alarm."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(60)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    return "set"
+
+
+async def alarm_later() -> str:
+    """Set an alarm in a coroutine."""
+    return alarm()
+
+
+def in_other_thread(work: Callable[[], T]) -> T:
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(work).result()
+
+
+def test_a_signal_works_in_the_main_thread_and_is_refused_elsewhere_by_what_to_change() -> None:
+    tools = tools_of([alarm, alarm_later])
+    assert run(ToolCalls(60.0), ("alarm", {}), tools=tools)[0].text == "set"
+    refused: dict[str, Callable[[], Any]] = {
+        "set max_staleness to 0": lambda: run(ToolCalls(60.0, Worker("tools")), ("alarm", {}), tools=tools),
+        "leave out tool_threads": lambda: run(ToolCalls(60.0, threads=True), ("alarm", {}), tools=tools),
+        "make it a plain function": lambda: run(ToolCalls(60.0), ("alarm_later", {}), tools=tools),
+        "start it in the main thread": lambda: in_other_thread(
+            lambda: run(ToolCalls(60.0), ("alarm", {}), tools=tools)
+        ),
+    }
+    for what, work in refused.items():
+        with pytest.raises(InputError, match=f"^alarm.* uses a signal: .*{what}"):
+            work()
+
+
+@pytest.mark.parametrize("home", [None, Worker("tools")], ids=["here", "worker"])
+def test_a_call_after_one_that_hangs_runs_and_its_own_time_begins_when_it_begins(home: Worker | None) -> None:
+    calls = ToolCalls(0.5, home)
+    asked = [("hang", {}), ("spin", {}), ("multiply", {"a": 2, "b": 4})]
+    late, later, fine = run(calls, *asked, tools={**ALL, **tools_of([hang, spin])})
+    assert isinstance(late.error, TookTooLong)
+    assert isinstance(later.error, TookTooLong)
+    assert (fine.text, fine.failed) == ("8", False)
+    calls.close()
+
+
+def test_an_interrupt_during_a_call_in_this_thread_goes_through() -> None:
+    def interrupt() -> str:
+        """Press Ctrl-C."""
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(ToolCalls(60.0), ("interrupt", {}), tools=tools_of([interrupt]))
+
+
+def test_a_tool_that_always_fails_in_one_way_is_found_and_others_are_not(calls: ToolCalls) -> None:
+    def fail(text: str, how: str = "one way") -> str:
+        """Fail.
+
+        Args:
+            text: The text of the error.
+            how: Where it fails.
+        """
+        if how == "one way":
+            raise RuntimeError(text)
+        raise RuntimeError(text) from None
+
+    tools = {**ALL, **tools_of([fail])}
+    name = "test_a_tool_that_always_fails_in_one_way_is_found_and_others_are_not.<locals>.fail"
+
+    def failing(*asked: tuple[str, Any]) -> list[tuple[str, int, str]]:
+        run(calls, *asked, tools=tools)
+        return calls.failing.take()
+
+    fails, good = [("fail", {"text": str(i)}) for i in range(2)], ("multiply", {"a": 1, "b": 2})
+    assert failing(*fails, good) == [(name, 2, "RuntimeError: 0")]
+    assert failing(good, ("multiply", {"a": "x", "b": "y"})) == []
+    assert failing(fails[0], ("fail", {"text": "0", "how": "another"})) == []
+    # Calls that the tool never got are the model's.
+    assert failing(("fail", {}), ("fail", {}), ("nothing", {})) == []
+    # One call shows nothing; with the next step's it does.
+    assert failing(fails[0]) == []
+    assert failing(fails[1]) == [(name, 2, "RuntimeError: 0")]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +278,14 @@ def hang() -> str:
     return "never"
 
 
+def spin() -> str:
+    """Never come back, and compute."""
+    ends = time.monotonic() + NEVER
+    while time.monotonic() < ends:
+        pass
+    return "never"
+
+
 async def hang_later() -> str:
     """Never come back, but give way."""
     await asyncio.sleep(NEVER)
@@ -170,7 +298,7 @@ async def block() -> str:
     return "never"
 
 
-@pytest.mark.parametrize("function", [hang, hang_later, block])
+@pytest.mark.parametrize("function", [hang, spin, hang_later, block])
 def test_a_call_that_hangs_is_given_up_and_later_calls_are_answered(function: Callable[..., Any]) -> None:
     calls = ToolCalls(0.2)
     (late,) = run(calls, (function.__name__, {}), tools=tools_of([function]))
@@ -184,7 +312,7 @@ def test_a_call_that_hangs_is_given_up_and_later_calls_are_answered(function: Ca
     calls.close()
 
 
-def test_the_driver_waits_for_quick_tools_and_only_once_for_a_slow_one(calls: ToolCalls) -> None:
+def test_the_driver_waits_for_quick_tools_and_only_once_for_a_slow_one(threads: ToolCalls) -> None:
     may_end = threading.Event()
 
     def slow() -> str:
@@ -193,30 +321,42 @@ def test_the_driver_waits_for_quick_tools_and_only_once_for_a_slow_one(calls: To
         return "late"
 
     async def begun(name: str, given: dict[str, Any]) -> asyncio.Future[list[ToolResult]]:
-        running = asyncio.ensure_future(calls.run({**ALL, **tools_of([slow])}, [(name, given)]))
+        running = asyncio.ensure_future(threads.run({**ALL, **tools_of([slow])}, [(name, given)]))
         for _ in range(8):
             await asyncio.sleep(0)
         return running
 
     async def play() -> None:
-        assert not await calls.settled()
+        assert not await threads.settled()
         quick = await begun("multiply_later", {"a": 6, "b": 7})
-        while await calls.settled():
+        while await threads.settled():
             pass
         assert (await quick)[0].text == "42"
         first = await begun("slow", {})
-        assert await calls.settled()
-        assert not await calls.settled()
+        assert await threads.settled()
+        assert not await threads.settled()
         second = await begun("slow", {})
-        assert not await calls.settled()
+        assert not await threads.settled()
         may_end.set()
         assert [(await running)[0].text for running in (first, second)] == ["late", "late"]
 
     asyncio.run(play())
 
 
+def test_a_coroutine_function_of_an_environment_holds_the_engine_no_longer_than_a_tool(calls: ToolCalls) -> None:
+    async def play() -> None:
+        running = asyncio.ensure_future(calls.call(hang_later, {}, calls.home))
+        for _ in range(8):
+            await asyncio.sleep(0)
+        assert await calls.settled()
+        assert not await calls.settled()
+        running.cancel()
+
+    calls.finish(play(), 60.0)
+
+
 def test_the_driver_stops_waiting_for_a_tool_that_holds_the_engine_again_and_again(
-    calls: ToolCalls, monkeypatch: pytest.MonkeyPatch
+    threads: ToolCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed = 0.0
     monkeypatch.setattr("lockstep.rollouts.programs.tools.time", SimpleNamespace(monotonic=lambda: passed))
@@ -241,10 +381,10 @@ def test_the_driver_stops_waiting_for_a_tool_that_holds_the_engine_again_and_aga
         found = []
         for _ in range(times):
             waited_for.clear()
-            running = asyncio.ensure_future(calls.run(tools_of([spend_little, spend_more]), [(name, {})]))
+            running = asyncio.ensure_future(threads.run(tools_of([spend_little, spend_more]), [(name, {})]))
             for _ in range(8):
                 await asyncio.sleep(0)
-            settled = asyncio.ensure_future(calls.settled())
+            settled = asyncio.ensure_future(threads.settled())
             await asyncio.sleep(0)
             waited_for.set()
             found.append(await settled)

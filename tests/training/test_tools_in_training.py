@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import html
+import json
+import re
+import signal
+import sqlite3
 import sys
 from collections.abc import Callable
+from functools import update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +25,9 @@ from portions import portion
 import lockstep
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, ProofError
+from lockstep.parity.receipt import RECEIPT, check_receipt, read_receipt
 from lockstep.report.page.rollouts import turns_section
-from lockstep.rollouts.programs import tools as programs
+from lockstep.report.summary import summary_lines
 from lockstep.training.run_files.shown_rollouts import live_sample, shown_rollout
 from lockstep.training.trainers.online import OnlineTrainer
 
@@ -48,7 +55,7 @@ def make(caller_dir: str, tmp_path: Path) -> Any:
     made: list[OnlineTrainer] = []
 
     def trainer(method: str = "GRPO", *, data: Any = DATA, reward: Any = by_calls, **given: Any) -> OnlineTrainer:
-        names = ("tools", "environment_factory", "rollout_func", "agent", "engine", "eval_dataset")
+        names = ("tools", "environment_factory", "rollout_func", "agent", "engine", "eval_dataset", "judge")
         arguments = {name: given.pop(name) for name in names if name in given}
         fields = {"max_completion_length": 120, "num_generations": 4}
         if method == "OnlineDPO":
@@ -222,12 +229,7 @@ def test_the_last_entry_of_the_log_repeats_nothing_that_was_logged_on_time(make:
 @pytest.mark.parametrize(
     "given", [{"tools": [multiply]}, {"environment_factory": Product}], ids=["tools", "environments"]
 )
-def test_a_run_with_tools_that_was_stopped_goes_on_to_the_same_bits(
-    given: dict[str, Any], make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # On a busy machine a quick call may take longer than the engine waits for it, and then batches depend on threads.
-    monkeypatch.setattr(programs, "_QUICK", 60.0)
-    monkeypatch.setattr(programs, "_IN_ALL", 600.0)
+def test_a_run_with_tools_that_was_stopped_goes_on_to_the_same_bits(given: dict[str, Any], make: Make) -> None:
     fields = {**given, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole = make(**fields)
     whole.train()
@@ -521,3 +523,150 @@ def test_the_environments_own_rewards_stand_behind_the_functions_and_can_be_weig
     for rollout in rollouts:
         own = zip((0.5, 0.25, 3.0), rollout.scores.values(), strict=True)
         assert rollout.reward == pytest.approx(sum(weight * score for weight, score in own if score is not None))
+
+
+def with_alarm() -> Callable[..., Any]:
+    """`multiply` with a time limit of its own, as in TRL's `grpo_agent.py`."""
+
+    def product(a: int, b: int) -> int:
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.alarm(60)
+        try:
+            return a * b
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+
+    return update_wrapper(product, multiply)
+
+
+def with_database() -> Callable[..., Any]:
+    """`multiply` by a connection that is made once, at the first call."""
+    made: list[sqlite3.Connection] = []
+
+    def product(a: int, b: int) -> Any:
+        if not made:
+            made.append(sqlite3.connect(":memory:"))
+        # A text is no number, for SQLite as for Python.
+        return made[0].execute("select ? * ?", (int(a), int(b))).fetchone()[0]
+
+    return update_wrapper(product, multiply)
+
+
+@pytest.mark.parametrize(("tool", "max_staleness"), [(with_alarm, 0), (with_database, 0), (with_database, 1)], ids=str)
+def test_a_tool_with_an_alarm_or_a_connection_works_as_one_without(
+    tool: Callable[[], Any], max_staleness: int, make: Make
+) -> None:
+    plain, run = (make(tools=[one], max_staleness=max_staleness) for one in (multiply, tool()))
+    plain.train()
+    run.train()
+    assert logs(run) == logs(plain)
+    assert 0 < logs_of(run)[0]["tools/failure_frequency"] < 1
+    assert not run.alarms.texts
+
+
+def test_with_generations_ahead_a_signal_is_refused_by_the_setting(make: Make) -> None:
+    run = make(tools=[with_alarm()], max_staleness=1)
+    with pytest.raises(InputError, match=r"multiply uses a signal: with max_staleness, .*set max_staleness to 0"):
+        run.train()
+
+
+def test_ctrl_c_during_a_call_ends_the_run_as_interrupted(make: Make) -> None:
+    def product(a: int, b: int) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return a * b
+
+    run = make(tools=[update_wrapper(product, multiply)])
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert json.loads((Path(run.args.output_dir) / "end.json").read_text())["ended"] == "interrupted"
+
+
+class Ledger(Product):
+    """`Product` with its calls in a database, to which only the thread that made it has access."""
+
+    def __init__(self) -> None:
+        self.made = sqlite3.connect(":memory:")
+        self.made.execute("create table calls (result)")
+
+    def reset(self, how: str = "", **row: Any) -> str:
+        self.made.execute("delete from calls")
+        return super().reset(how, **row)
+
+    def multiply(self, a: int, b: int) -> int:
+        """The product of two numbers.
+
+        Args:
+            a: The first number.
+            b: The second number.
+        """
+        self.made.execute("insert into calls values (?)", (int(a) * int(b),))
+        return super().multiply(a, b)
+
+    def get_reward(self) -> float:
+        return float(self.made.execute("select count(*) from calls").fetchone()[0])
+
+
+def by_ledger(environments: list[Any], **_: Any) -> list[float]:
+    return [environment.get_reward() for environment in environments]
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_staleness": 1}, {"overlap_rewards": True}], ids=str)
+def test_an_environment_and_the_rewards_that_read_it_share_a_thread(fields: dict[str, Any], make: Make) -> None:
+    run = make(environment_factory=Ledger, reward=by_ledger, **fields)
+    run.train()
+    for line in logs_of(run):
+        assert line["environments/failed"] == 0
+        assert line["rewards/by_ledger/mean"] == line["rewards/Ledger/mean"] > 0
+    assert not run.alarms.texts
+
+
+def broken(a: int, b: int) -> int:
+    raise sqlite3.OperationalError("no such table: interactions")
+
+
+class BrokenLedger(Product):
+    multiply = update_wrapper(lambda self, a, b: broken(a, b), Product.multiply)
+
+
+def silent(completions: list[Any], **_: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+class Undecided:
+    def judge(self, prompts: list[str], completions: Any, shuffle_order: bool = True) -> list[int]:
+        return [-1] * len(prompts)
+
+
+FAILS = r"failed at all \d+ calls of a step in the same way, .*: OperationalError: no such table: interactions"
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "a tool": ({"tools": [update_wrapper(broken, multiply)]}, f"multiply {FAILS}"),
+    "an environment": ({"environment_factory": BrokenLedger, "reward": by_length}, f"Product.multiply {FAILS}"),
+    "a reward": (
+        {"tools": [multiply], "reward": [by_calls, silent]},
+        "reward function silent returned None for all 8 completions of a step",
+    ),
+    "a judge": (
+        {"method": "OnlineDPO", "tools": [multiply], "reward": None, "judge": Undecided()},
+        r"none of judge scored any of the 8 completions of this generation",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_fails_in_the_same_way_at_every_call_is_an_alarm_once(name: str, make: Make, capsys: Any) -> None:
+    given, message = WRONG[name]
+    run = make(**given)
+    run.train()
+    (text,) = run.alarms.texts
+    assert re.search(message, text)
+    assert capsys.readouterr().out.count(f"ALARM: {text}") == 1
+    assert [line["alarms"] for line in logs_of(run)] == [1, 1]
+    folder = Path(run.args.output_dir)
+    assert check_receipt(folder / RECEIPT) == 4
+    (line,) = [line for line in read_receipt(folder / RECEIPT) if line["kind"] == "alarm"]
+    assert (line["step"], line["text"]) == (0, text)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["alarms"] == [text]
+    assert f"ALARM            {text}" in summary_lines(summary)
+    assert html.escape(text) in (folder / "report.html").read_text()

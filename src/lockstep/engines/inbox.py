@@ -2,7 +2,8 @@
 
 `rollouts/driver.py` puts requests into the inbox, from the thread of its event loop. The engine takes them in its own thread
 whenever it can, also between two of its steps. It answers each request as soon as its completion is finished. The inbox matches
-answers to requests by key, and checks each answer with `engines/answers.py` before it hands the completion over.
+answers to requests by key, and checks each answer with `engines/answers.py` before it hands the completion over. When the engine
+asks for requests, its thread also does what programs have handed to it (`engines/errands.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from lockstep.engines.answers import check_answer, missing_answers, second_answer, unexpected_answer
+from lockstep.engines.errands import Errands
 from lockstep.engines.protocol import Completion, GenerationRequest, OnAnswer, RequestKey
 from lockstep.errors import LockstepError
 from lockstep.report.waits import waiting
@@ -38,6 +40,8 @@ class Inbox:
         on_answer: called with each completion before it is handed over, from the thread that answers.
         check: a further check of an answer against its request, after the checks of `engines/answers.py`. It raises an error.
         order: sort key of the requests that the engine takes together; None: they keep the order in which they came.
+        errands: what programs hand to the engine's thread; None: nothing.
+        busy: whether a program waits for something else that has a time limit of its own. Then nobody's patience ends.
 
     Attributes:
         begun: set when the engine has taken the first requests, or when there will be none.
@@ -54,13 +58,16 @@ class Inbox:
         on_answer: OnAnswer | None = None,
         check: CheckAnswer | None = None,
         order: Callable[[GenerationRequest], int] | None = None,
+        errands: Errands | None = None,
+        busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._order, self._check = order, check
+        self._errands, self._busy = errands or Errands(), busy
         self.limit, self._patience, self._on_answer = limit, patience, on_answer
         self._gate = gate if gate is not None else nullcontext()
         self._settle, self._waits_for = settle, waits_for
         self.begun = threading.Event()
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = self._errands.changed
         # Requests that wait for the engine, and requests that the engine has taken, in the order in which they came.
         self._waiting: dict[RequestKey, tuple[GenerationRequest, Answer]] = {}
         self._taken: dict[RequestKey, tuple[GenerationRequest, Answer]] = {}
@@ -135,15 +142,20 @@ class Inbox:
             ProofError: the engine has dropped a request: it works on fewer requests than it has taken and not yet answered.
             LockstepError: no request came in time, or the generation was stopped.
         """
-        with self._changed:
-            if working is not None and len(self._taken) > working and self._error is None:
-                raise missing_answers(self._taken.keys(), len(self._taken) + len(self._answered))
-            if not working:
-                limit = self._patience or wait
-                # While the engine works on requests, their own calls say so.
-                idle = not (self._taken or self._waiting)
-                with waiting("a program of a rollout to ask the engine", limit) if idle else nullcontext():
-                    self._await(limit)
+        did_some = True
+        while did_some:
+            did_some = self._error is None and self._errands.do_next()
+            with self._changed:
+                if working is not None and len(self._taken) > working and self._error is None:
+                    raise missing_answers(self._taken.keys(), len(self._taken) + len(self._answered))
+                if working or self._has_news():
+                    break
+                if not did_some:
+                    limit = self._patience or wait
+                    # While the engine works on requests, their own calls say so.
+                    idle = not (self._taken or self._waiting)
+                    with waiting("a program of a rollout to ask the engine", limit) if idle else nullcontext():
+                        did_some = self._await(limit)
         with self._gate:
             with self._changed:
                 if self._error is not None:
@@ -158,19 +170,30 @@ class Inbox:
         if requests or ended:
             self.begun.set()
 
-    def _await(self, wait: float) -> None:
-        """Wait until the engine has something to do, or the generation has ended."""
+    def _has_news(self) -> bool:
+        """Whether the engine has something to do, or the generation has ended."""
+        return bool(self._waiting or self._given_up or self._error or (self._closed and not self._taken))
+
+    def _await(self, wait: float) -> bool:
+        """Wait until there is news for the engine. True: there is none, but work that a program has handed in."""
         deadline = time.monotonic() + wait
-        while not (self._waiting or self._given_up or self._error or (self._closed and not self._taken)):
+        while not self._has_news():
+            if self._errands.waiting:
+                return True
             self._changed.wait(max(deadline - time.monotonic(), 0.0))
-            if self._taken:
-                # The time limits of the open requests bound this wait.
+            if self._taken or self._busy():
+                # The time limits of the open requests, or of what the programs wait for, bound this wait.
                 deadline = time.monotonic() + wait
             elif time.monotonic() >= deadline and not (self._waiting or self._error or self._closed):
                 raise LockstepError(
                     f"the engine got no request for {wait:.0f} s, and {self._waits_for()} has not ended: something other than "
                     "the engine takes longer than the time limit"
                 )
+        return False
+
+    def now(self) -> float:
+        """Seconds of a clock that stands still while the engine's thread works for programs: for the limits of requests."""
+        return time.monotonic() - self._errands.seconds
 
     def given_up(self) -> list[RequestKey]:
         """Requests that the engine has taken and that nobody waits for any more. Each is reported once."""

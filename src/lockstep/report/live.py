@@ -8,7 +8,7 @@ appears for each log, for each long piece of work, and after some seconds withou
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class LiveView(TrainerCallback):
         sample: returns the reward of one rollout, and what was said in it: a label and a text for each turn and each result of a
             tool. None: there is none yet.
         judged: returns the figures of the last gap whose means were judged, with their limits, in nats; empty before that.
+        alarms: returns the alarms of the run.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class LiveView(TrainerCallback):
         sample: Callable[[], tuple[float, list[tuple[str, str]]] | None],
         judged: Callable[[], Mapping[str, float]],
         console: Console | None = None,
+        alarms: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._about, self._phase, self._latest, self._sample, self._judged = about, phase, latest, sample, judged
+        self._alarms = alarms
         self._console = console or Console()
         self._live: Live | None = None
         self._spinner = Spinner("dots", style="cyan")
@@ -203,6 +206,7 @@ class LiveView(TrainerCallback):
             if needed in figures:
                 rows.append((label, _line(words(), style)))
 
+        rows += [("ALARM", _line(text, "bold red")) for text in self._alarms()]
         add("reward", "reward", lambda: f"{figures['reward']:.3f}  {sparkline(self._trends['reward'])}")
         if self._logged:
             rows.append(("loss", _line(f"{self._logged['loss']:.4g} at the log of step {self._logged_step}")))

@@ -10,7 +10,7 @@ import contextvars
 import io
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -40,9 +40,10 @@ class NotebookView(LiveView):
         latest: Callable[[], Mapping[str, float]],
         sample: Callable[[], tuple[float, list[tuple[str, str]]] | None],
         judged: Callable[[], Mapping[str, float]],
+        alarms: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         # A step is a line only where there is no panel, so the console of the lines goes nowhere.
-        super().__init__(about, phase, latest, sample, judged, Console(file=io.StringIO(), width=_WIDTH))
+        super().__init__(about, phase, latest, sample, judged, Console(file=io.StringIO(), width=_WIDTH), alarms)
         self._handle: Any = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from lockstep.report.alarms import LINE
 from lockstep.report.judged_gap import closest_of_run
 
 Line = dict[str, Any]
@@ -29,6 +30,7 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
         if name.startswith("time/") and name != "time/step"
     }
     unproven = [line for line in receipt if line["kind"] == "unproven"]
+    alarms = [line["text"] for line in receipt if line["kind"] == LINE]
     receipt = [line for line in receipt if line["kind"] == "step"]
     tokens = sum(line["sampled_tokens"] for line in receipt)
     seconds = sum(line["time/step"] for line in steps)
@@ -40,6 +42,7 @@ def summarise(metrics: list[Line], receipt: list[Line], before: Line | None, aft
         "time": {name: round(value, 2) for name, value in time.items()},
         "parity": _parity(receipt),
         **({"unproven": dict(Counter(line["proof"] for line in unproven))} if unproven else {}),
+        **({"alarms": alarms} if alarms else {}),
     }
 
 
@@ -94,7 +97,8 @@ def _closest(receipt: list[Line]) -> Line:
 
 def summary_lines(summary: Line) -> list[str]:
     """The summary as lines of text for the user."""
-    parity, lines = summary["parity"], []
+    parity = summary["parity"]
+    lines = [f"ALARM            {text}" for text in summary.get("alarms", ())]
     if "eval_reward_after" in summary:
         # The first evaluation is missing if its file was lost when the run went on.
         first = "unknown"

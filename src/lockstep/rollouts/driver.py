@@ -8,7 +8,7 @@ makes them, and each finished rollout is handed over at once. There is no barrie
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,12 +17,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.engines.answers import check_requests
+from lockstep.engines.errands import Errands
 from lockstep.engines.http.call_loop import CallLoop, Pending
 from lockstep.engines.inbox import CheckAnswer, Inbox, Progress
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, request_seed
 from lockstep.errors import LockstepError, ProofError
 from lockstep.rollouts.conversation import Ask, Conversation, Decode, OutOfRoom, Program, single_turn
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.rollouts.programs.tools import ToolCalls
 from lockstep.rollouts.record import Record
 from lockstep.rollouts.seal import seal_of
 from lockstep.tokens.arrays import Ids
@@ -56,8 +58,7 @@ class Driver:
 
     Args:
         tokenizer: decodes ids to text. It never makes ids.
-        settled: returns True when no quick work of a program outside the engine (a tool call) is running any more, after it has
-            waited for such work; False: it had nothing to wait for. None: programs wait for nothing but the engine.
+        calls: runs the calls of tools and environments that programs make; None: programs wait for nothing but the engine.
         check: raises if an answer does not fit its request (`parity/sampling/ends.py`).
     """
 
@@ -65,10 +66,11 @@ class Driver:
         self,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
-        settled: Callable[[], Awaitable[bool]] | None = None,
+        calls: ToolCalls | None = None,
         check: CheckAnswer | None = None,
     ) -> None:
-        self.engine, self._settled, self._check = engine, settled, check
+        self.engine, self._calls, self._check = engine, calls, check
+        self._errands = calls.errands if calls is not None else Errands()
         self._decode = decoding(tokenizer)
         self._loop = CallLoop("lockstep-programs")
 
@@ -125,6 +127,8 @@ class Driver:
             check=self._check,
             # Not the order in which programs ask, which depends on threads where tools are called.
             order=lambda request: places[request.key._replace(call=0)],
+            errands=self._errands,
+            busy=lambda: self._calls is not None and self._calls.waiting,
         )
 
         async def one(start: Start) -> None:
@@ -152,12 +156,12 @@ class Driver:
         return running
 
     def _settle(self) -> None:
-        """Wait until every program has reacted to its answer, if it waits for nothing but the engine and quick tools.
+        """Wait until every program has reacted to its answer, if it waits for nothing but the engine, this thread and quick tools.
 
         An error of this wait is raised. If the time limit passes, the engine goes on.
         """
-        reactions = self._loop.start(_reactions(self._settled), lambda none: none)
-        reactions.wait(_SETTLING)
+        reactions = self._loop.start(_reactions(self._calls), lambda none: none)
+        self._errands.do_during(reactions, _SETTLING)
         if reactions.done():
             reactions.result()
 
@@ -346,12 +350,12 @@ def _asking(inbox: Inbox, record: Record) -> Ask:
     return ask
 
 
-async def _reactions(settled: Callable[[], Awaitable[bool]] | None) -> None:
+async def _reactions(calls: ToolCalls | None) -> None:
     waited = True
     while waited:
         for _ in range(_TURNS):
             await asyncio.sleep(0)
-        waited = settled is not None and await settled()
+        waited = calls is not None and await calls.settled()
 
 
 def _named(keys: set[RequestKey]) -> str:

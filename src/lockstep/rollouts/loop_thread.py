@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, for a user's coroutine functions.
 
-`rollouts/scores/coroutines.py` runs reward functions in one, and `rollouts/programs/workers.py` runs tools in another. A function
-that blocks the loop stops neither the engine nor the caller. The thread does not keep the process alive.
+`rollouts/scores/coroutines.py` has the loop of reward functions, tools and environments. A function that blocks the loop
+stops neither the engine nor the caller. The thread does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -38,12 +38,6 @@ class LoopThread:
         with self._starting:
             if self.loop is loop:
                 self.loop = None
-
-    def end(self) -> None:
-        """End the thread, unless a call blocks it."""
-        if self.loop is not None:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self.loop = None
 
 
 def _forever(loop: asyncio.AbstractEventLoop) -> None:

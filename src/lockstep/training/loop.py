@@ -111,7 +111,7 @@ class TrainingLoop:
         self.generation: Generation | None = None
         self._step, self._policy_changed = OptimizerStep(objective, clock, ranks), False
         self._sampled: SampledTokens | None = None
-        self._unscored = UnscoredGenerations(self.config.max_unscored_generations, owner=ranks.owner)
+        self._unscored = UnscoredGenerations(self.config.max_unscored_generations, source.alarms, owner=ranks.owner)
         self.update_proof: UpdateProof | None = None
         self.frozen: FrozenWeights | None = None
         self.hooks = HeldHooks(lambda: standing(trained(), policy().backward))

@@ -108,6 +108,10 @@ class Pending(Generic[T, R]):
         """Whether the call has ended, with or without an error."""
         return self._future.done()
 
+    def when_done(self, react: Callable[[object], None]) -> None:
+        """Call a function when the call has ended, from the thread in which it ends."""
+        self._future.add_done_callback(react)
+
     def wait(self, limit: float | None = None) -> None:
         """Wait until the call has ended, with or without an error, or until `limit` seconds have passed."""
         concurrent.futures.wait([self._future], limit)

@@ -218,14 +218,14 @@ class VLLMInProcess:
                     for request in requests:
                         check_request(request, self._version, self._max_model_len)
                         held[str(request.key)] = request
-                        limits[str(request.key)] = time.monotonic() + (inbox.limit or self._timeout)
+                        limits[str(request.key)] = inbox.now() + (inbox.limit or self._timeout)
                         params = sampling_params(request, partial=inbox.is_watched(request.key))
                         check_sent(request, fields_of(params))
                         self._add(str(request.key), request.prompt_ids.tolist(), params, request.pictures)
                 for key in inbox.given_up():
                     engine.abort_request([str(key)])
                     limits.pop(str(key), None)
-                outputs, unfinished = self._step(limits)
+                outputs, unfinished = self._step(limits, inbox.now())
                 for output in unfinished:
                     inbox.progressed(held[output.request_id].key, output.outputs[0].token_ids)
                 for output in outputs:
@@ -240,8 +240,11 @@ class VLLMInProcess:
                 if outputs:
                     inbox.settle()
 
-    def _step(self, limits: dict[str, float]) -> tuple[list[RequestOutput], list[RequestOutput]]:
+    def _step(self, limits: dict[str, float], now: float) -> tuple[list[RequestOutput], list[RequestOutput]]:
         """Run one step of vLLM.
+
+        Args:
+            now: the time on the clock of `limits`.
 
         Returns:
             The outputs of the requests that this step has finished, and the partial outputs of other requests. The finished
@@ -253,7 +256,7 @@ class VLLMInProcess:
         for output in finished:
             limits.pop(output.request_id)
         first = next(iter(limits), None)
-        if first is not None and time.monotonic() > limits[first]:
+        if first is not None and now > limits[first]:
             raise LockstepError(
                 f"vLLM did not finish {first} and {len(limits) - 1} other requests within {self._timeout:.0f} s; raise "
                 "vllm_server_timeout or lower max_completion_length"
@@ -280,7 +283,7 @@ class VLLMInProcess:
             for name, (prompt_ids, params) in requests.items():
                 self._add(name, prompt_ids, params)
             while limits:
-                finished += self._step(limits)[0]
+                finished += self._step(limits, time.monotonic())[0]
         return finished
 
     @contextmanager

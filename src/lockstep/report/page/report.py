@@ -108,11 +108,25 @@ def _before_rollouts(run: RunRecord) -> str:
         f"<h1>{html.escape(title_of(run))}</h1><p><small>{html.escape(_subtitle(run))}</small></p>",
         f"<p class='verdict {verdict.kind}'>{html.escape(verdict.line)}<small>{html.escape(verdict.more)}</small></p>",
         failure_section(run),
+        _alarms(run),
         _tiles(run),
         proofs_section(run),
         f"<h2 id='curves'>Curves</h2>{charts_of(run) or '<p>Nothing was logged yet.</p>'}",
     ]
     return "".join(sections)
+
+
+def _alarms(run: RunRecord) -> str:
+    rows = "".join(
+        f"<tr><th>step {line['step'] + 1}</th><td class='said'>{html.escape(str(line['text']))}</td></tr>"
+        for line in run.alarms
+    )
+    if not rows:
+        return ""
+    return (
+        "<section class='failure' id='alarms'><h2>Alarms</h2><p>No proof has failed because of them, and the run went on.</p>"
+        f"<div class='wide'><table>{rows}</table></div></section>"
+    )
 
 
 def _rollouts(run: RunRecord, share: float) -> str:

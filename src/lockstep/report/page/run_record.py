@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.report.alarms import LINE
 from lockstep.report.kept_rollouts import rollout_files
 
 Line = dict[str, Any]
@@ -73,6 +74,11 @@ class RunRecord:
     def taken(self) -> list[str]:
         """The user's hooks and functions in the model's forward and backward."""
         return [name for line in self.receipt if line.get("kind") == "hooks" for name in line["taken"]]
+
+    @property
+    def alarms(self) -> list[Line]:
+        """The receipt's lines of alarms."""
+        return [line for line in self.receipt if line.get("kind") == LINE]
 
     @property
     def last_step(self) -> int:

@@ -107,6 +107,8 @@ def in_process(
         return classes[0](process)
 
     start.__name__ = target.rpartition(":")[2]
+    # A thread that waits for the process needs nothing of the others.
+    start.own_thread = True  # type: ignore[attr-defined]
     return start
 
 

@@ -6,8 +6,10 @@ rollout's reward.
 `next_user_message(answer)` is ours: it may answer a turn that calls no tool with a message of the user, as text games do.
 `rollouts/programs/tool_program.py` takes one environment per rollout. When the rollout is scored, it gives the environment back.
 
-Each environment has a thread of its own, in which its constructor and its plain methods run. An environment that raises an error in
-its constructor, `reset` or `get_reward`, that hangs, or whose process dies costs its own rollout only.
+The constructors and plain methods of all environments run in one thread, as plain tools do (`rollouts/programs/tools.py`), and the
+reward functions that read them run there too. A class or factory with the attribute `own_thread = True` gets a thread per
+environment; then slow environments run concurrently. An environment that raises an error in its constructor, `reset` or
+`get_reward`, that hangs, or whose process dies costs its own rollout only.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from lockstep.errors import InputError, LockstepError
 from lockstep.rollouts.programs.content import Content, content_of_blocks, giving, printable
 from lockstep.rollouts.programs.environment_process import EnvironmentDied, ProcessEnvironment
 from lockstep.rollouts.programs.tools import Schema, ToolCalls, ToolResult, tool_of
-from lockstep.rollouts.programs.workers import Raised, TookTooLong, Worker
+from lockstep.rollouts.programs.workers import Here, Raised, TookTooLong, Worker
 
 Factory = Callable[[], Any]
 
@@ -55,20 +57,23 @@ class EnvironmentKind:
 class Environment:
     """One instance, while it belongs to one rollout.
 
+    Args:
+        place: where its plain methods run.
+
     Attributes:
         instance: the user's object, for reward functions.
         tools: its public methods, by name.
         failed: why it cannot go on; None while it can.
     """
 
-    def __init__(self, name: str | None, instance: Any, worker: Worker, calls: ToolCalls) -> None:
+    def __init__(self, name: str | None, instance: Any, place: Here | Worker, calls: ToolCalls) -> None:
         self.name, self.instance = name, instance
         self.failed: str | None = None
         self.title = type(instance).__name__
         self.tools = {
-            method: replace(tool_of(getattr(instance, method)), worker=worker) for method in public_methods(instance)
+            method: replace(tool_of(getattr(instance, method)), place=place) for method in public_methods(instance)
         }
-        self._worker, self._calls = worker, calls
+        self._place, self._calls = place, calls
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Content | None:
         """Begin a rollout. Returns what is appended to the last message of the prompt, or None.
@@ -136,16 +141,17 @@ class Environment:
                 raise self.fail(result.name, str(result.error))
 
     def end(self) -> None:
-        """End its thread, and its process if it has one."""
+        """End its thread and its process, if it has them for itself."""
         if isinstance(self.instance, ProcessEnvironment):
             self.instance._end()
-        self._worker.end()
+        if self._place is not self._calls.home:
+            self._place.end()
 
     async def _own(
         self, method: str, given: Mapping[str, Any], made: Callable[[Any], Any] = lambda found: found
     ) -> Any:
         try:
-            return await self._calls.call(giving(getattr(self.instance, method), made), given, self._worker)
+            return await self._calls.call(giving(getattr(self.instance, method), made), given, self._place)
         except (TookTooLong, Raised) as error:
             raise self.fail(method, str(error)) from error
 
@@ -224,6 +230,11 @@ class Environments:
         return kinds
 
     @property
+    def share_a_thread(self) -> bool:
+        """Whether environments of some factory run in the thread of the plain tools."""
+        return any(self._calls.place_of(factory) is not None for factory in self._factories.values())
+
+    @property
     def names(self) -> list[str | None]:
         """Names of the factories."""
         return list(self._factories)
@@ -263,15 +274,21 @@ class Environments:
         return found
 
     async def _made(self, name: str | None) -> Environment:
-        worker = Worker(f"lockstep-environment-{next(_numbers)}")
         factory = self._factories[name]
+        place = self._calls.place_of(factory) or Worker(f"lockstep-environment-{next(_numbers)}")
+
+        def make() -> Any:
+            return factory()
+
+        make.__qualname__ = f"environment {name or _title(factory)}"
         try:
-            # A class is called in the environment's thread like any other function.
-            instance = await self._calls.call(lambda: factory(), {}, worker)
+            # A class is called like any other function.
+            instance = await self._calls.call(make, {}, place)
         except (TookTooLong, Raised) as error:
-            worker.end()
+            if place is not self._calls.home:
+                place.end()
             raise EnvironmentFailed(f"environment {name or _title(factory)}: its constructor: {error}") from error
-        return Environment(name, instance, worker, self._calls)
+        return Environment(name, instance, place, self._calls)
 
     def give_back(self, environment: Environment) -> None:
         """Take an environment back after its rollout was scored. One that failed is ended instead of being used again."""

@@ -2,6 +2,13 @@
 
 A trainer's `tools` come here. Type hints and the Google-style docstring of a function make its JSON schema, which the chat template
 shows to the model. `rollouts/programs/tool_program.py` runs the calls of each turn.
+
+| function | where it runs |
+|---|---|
+| coroutine function | in the loop of the user's coroutine functions; calls run concurrently |
+| plain function | in the thread that serves the engine, most often the main thread; one call after the other |
+| the same, with generations ahead | in one other thread, the same for the whole run; one call after the other |
+| with the attribute `own_thread = True`, or the field `tool_threads` | a thread per call; calls run concurrently |
 """
 
 from __future__ import annotations
@@ -10,21 +17,25 @@ import asyncio
 import inspect
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
+from lockstep.engines.errands import Errands
+from lockstep.engines.http.call_loop import CallLoop
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.report.waits import waiting
 from lockstep.rollouts.programs.content import Content, Process, content_of, giving, printable, shows_no_images
-from lockstep.rollouts.programs.workers import Raised, TookTooLong, ToolLoop, Worker, in_thread
+from lockstep.rollouts.programs.workers import Here, Raised, TookTooLong, Worker, in_loop, in_thread
 from lockstep.rollouts.scores.coroutines import is_coroutine_function
+from lockstep.rollouts.scores.guarded_call import uses_signal
 
 Schema = dict[str, Any]
+T = TypeVar("T")
 
 # Characters of an error that the model reads.
 _LONGEST_ERROR = 300
@@ -42,13 +53,13 @@ class Tool:
         name: the function's name, by which the model calls it.
         function: called with the arguments of a call by keyword; may be a coroutine function.
         schema: its JSON schema, as `transformers.utils.get_json_schema` makes it.
-        worker: thread of an environment's methods; None: each call gets a thread of its own.
+        place: where an environment's plain methods run; None: where the function's own plain calls run.
     """
 
     name: str
     function: Callable[..., Any]
     schema: Schema
-    worker: Worker | None = None
+    place: Here | Worker | None = None
 
 
 class ToolResult(NamedTuple):
@@ -111,28 +122,58 @@ def tools_of(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
 
 
 class ToolCalls:
-    """Runs tool calls: all calls of all rollouts concurrently, each with a time limit.
-
-    Coroutine functions run in one event loop of their own. Every call of a plain function runs in a thread of its own, unless it is
-    a method of an environment (`rollouts/programs/environments.py`).
+    """Runs the calls of tools and environments, each with a time limit.
 
     Args:
         timeout: seconds that one call may take.
+        home: where plain functions run, and environments that ask for nothing else; None: in the thread that serves the engine.
+        threads: whether every call of a tool, and every environment, gets a thread of its own.
 
     Attributes:
         process: processes an image that a call returned, in the thread of the call.
+        errands: what the thread that serves the engine does for these calls.
+        failing: which tools fail at every call.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, home: Here | Worker | None = None, *, threads: bool = False) -> None:
         self.timeout = timeout
+        self.home = home if home is not None else Here()
+        self.errands = self.home.errands if isinstance(self.home, Here) else Errands()
+        self._threads = threads
         self.process: Process = shows_no_images
-        self.loop = ToolLoop()
-        # The turns whose rollouts wait for calls: these calls, ended ones too, with the names of their functions.
-        self._open: list[dict[asyncio.Task[Any], str]] = []
+        self.failing = Failing()
+        # The turns whose rollouts wait for calls: these calls, ended ones too, with the names of their functions. None in place of
+        # a name: the thread that serves the engine runs the call, and nothing else meanwhile.
+        self._open: list[dict[asyncio.Task[Any], str | None]] = []
         # The functions that took long.
-        self._slow: set[str] = set()
+        self._slow: set[str | None] = set()
         # Seconds that the driver has waited for the calls of each function, and the number of these calls.
-        self._waited: dict[str, tuple[float, int]] = {}
+        self._waited: dict[str | None, tuple[float, int]] = {}
+
+    def place_of(self, asks: Any) -> Here | Worker | None:
+        """Where plain calls of a tool, or what a factory of environments makes, run; None: in threads of their own."""
+        return None if self._threads or getattr(asks, "own_thread", False) else self.home
+
+    def finish(self, work: Coroutine[Any, Any, T], patience: float) -> T:
+        """The result of a coroutine that makes calls, for the thread that otherwise serves the engine.
+
+        Raises:
+            LockstepError: it did not end within `patience` seconds after the last call.
+        """
+        loop = CallLoop("lockstep-calls-of-tools")
+        try:
+            pending = loop.start(work, lambda found: found)
+            self.errands.do_during(pending, patience)
+            if not pending.done():
+                raise LockstepError(f"calls of tools or environments have not ended within {patience:.0f} s")
+            return pending.result()
+        finally:
+            loop.close()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a rollout waits for a call. The call has a time limit."""
+        return bool(self._open)
 
     async def run(
         self, tools: Mapping[str, Tool], calls: Sequence[tuple[str, Any]], turn: str = "a turn"
@@ -148,8 +189,10 @@ class ToolCalls:
             ProofError: a result belongs to another call.
         """
         tickets = [f"call {number} of {turn}" for number in range(len(calls))]
-        turn_calls = {
-            asyncio.ensure_future(self._one(tools, name, given, ticket)): _name_of(tools[name].function)
+        turn_calls: dict[asyncio.Task[ToolResult], str | None] = {
+            asyncio.ensure_future(self._one(tools, name, given, ticket)): self._counted_as(
+                tools[name].function, self._place(tools[name])
+            )
             if name in tools
             else ""
             for (name, given), ticket in zip(calls, tickets, strict=True)
@@ -166,23 +209,33 @@ class ToolCalls:
                 )
         return found
 
-    async def call(self, function: Callable[..., Any], given: Mapping[str, Any], worker: Worker | None = None) -> Any:
-        """The result of one function.
+    async def call(
+        self, function: Callable[..., Any], given: Mapping[str, Any], place: Here | Worker | None = None
+    ) -> Any:
+        """The result of one function of an environment.
 
         Args:
             given: its arguments, by name.
-            worker: the thread of a plain function; None: a thread for this call only.
+            place: where a plain function runs; None: where the function's own plain calls run.
 
         Raises:
             TookTooLong: it did not come within the time limit.
             Raised: the function raised an error.
+            InputError: it uses a signal where none works.
         """
-        task = asyncio.ensure_future(self._result(function, given, worker))
-        with self._counted({task: _name_of(function)}):
+        place = place if place is not None else self.place_of(function)
+        task = asyncio.ensure_future(self._result(function, given, place))
+        with self._counted({task: self._counted_as(function, place)}):
             return await task
 
+    def _counted_as(self, function: Callable[..., Any], place: Here | Worker | None) -> str | None:
+        return None if isinstance(place, Here) and not is_coroutine_function(function) else name_of(function)
+
+    def _place(self, tool: Tool) -> Here | Worker | None:
+        return tool.place if tool.place is not None else self.place_of(tool.function)
+
     @contextmanager
-    def _counted(self, calls: dict[asyncio.Task[Any], str]) -> Iterator[None]:
+    def _counted(self, calls: dict[asyncio.Task[Any], str | None]) -> Iterator[None]:
         """Count the calls of a turn as open until the coroutine that awaits them goes on.
 
         A call ends some passes of the event loop before this coroutine goes on. If the call did not count as open meanwhile,
@@ -194,26 +247,49 @@ class ToolCalls:
         finally:
             self._open.remove(calls)
 
-    async def _result(self, function: Callable[..., Any], given: Mapping[str, Any], worker: Worker | None) -> Any:
-        with waiting(f"the call of {_name_of(function)}", self.timeout):
-            if is_coroutine_function(function):
-                return await self.loop.run(lambda: function(**given), self.timeout)
-            if worker is not None:
-                return await worker.run(lambda: function(**given), self.timeout)
-            return await in_thread(lambda: function(**given), self.timeout)
+    async def _result(self, function: Callable[..., Any], given: Mapping[str, Any], place: Here | Worker | None) -> Any:
+        what, is_coroutine = name_of(function), is_coroutine_function(function)
+        try:
+            with waiting(f"the call of {what}", self.timeout):
+                if is_coroutine:
+                    return await in_loop(lambda: function(**given), self.timeout)
+                if place is None:
+                    return await in_thread(lambda: function(**given), self.timeout, what)
+                return await place.run(lambda: function(**given), self.timeout, what)
+        except Raised as error:
+            # In the main thread it is the function that has started a thread.
+            in_main_thread = isinstance(place, Here) and place.in_main_thread and not is_coroutine
+            if uses_signal(error) and not in_main_thread:
+                raise InputError(f"{what} uses a signal: {self._why_no_signal(function, place)}") from error
+            raise
+
+    def _why_no_signal(self, function: Callable[..., Any], place: Here | Worker | None) -> str:
+        """Why a signal does not work where a function ran, and what to do."""
+        otherwise = "or use none: tool_timeout ends a call that takes too long"
+        if is_coroutine_function(function):
+            return f"coroutine functions run in a loop beside the main thread; make it a plain function, {otherwise}"
+        if isinstance(place, Here):
+            return f"training was started outside the main thread; start it in the main thread, {otherwise}"
+        if place is self.home:
+            return f"with max_staleness, tools and environments run beside the main thread; set max_staleness to 0, {otherwise}"
+        return f"it runs in a thread of its own; leave out tool_threads or its own_thread, {otherwise}"
 
     async def settled(self) -> bool:
         """Wait for calls of quick functions. False: no rollout waits for such a call, or has yet to go on after one.
 
         The driver calls it between two steps of the engine, so that quick calls do not make batches depend on threads: a run with
         quick tools can be repeated exactly. The engine stands still meanwhile. Therefore a function is not waited for again after
-        one call took longer than 0.3 s, or after the waits were longer than 10 ms per call and 0.5 s in all.
+        one call took longer than 0.3 s, or after the waits were longer than 10 ms per call and 0.5 s in all. Calls in the thread of
+        the engine are always waited for, because the engine cannot go on meanwhile.
         """
         # A turn with a slow call goes on when that call ends: nobody waits for its quick calls.
         turns = [t for t in self._open if all(task.done() or name not in self._slow for task, name in t.items())]
         if not turns:
             return False
         quick = {task: name for turn in turns for task, name in turn.items() if not task.done()}
+        if here := [task for task, name in quick.items() if name is None]:
+            await asyncio.wait(here)
+            return True
         if not quick:
             await asyncio.sleep(0)
             return True
@@ -243,9 +319,11 @@ class ToolCalls:
         except TypeError as error:
             return failed_call(name, str(error), ticket=ticket)
         try:
-            content, done = await self._result(self._answering(tool.function, ticket), given, tool.worker)
+            content, done = await self._result(self._answering(tool.function, ticket), given, self._place(tool))
         except (TookTooLong, Raised) as error:
+            self.failing.note(name_of(tool.function), error)
             return failed_call(name, str(error), error=error, ticket=ticket)
+        self.failing.note(name_of(tool.function), None)
         return ToolResult(name, content, ticket=done)
 
     def _answering(self, function: Callable[..., Any], ticket: str) -> Callable[..., Any]:
@@ -255,8 +333,8 @@ class ToolCalls:
         return giving(function, lambda result: (content_of(result, self.process), ticket))
 
     def close(self) -> None:
-        """End the threads."""
-        self.loop.end()
+        """End the thread, unless it is the caller's."""
+        self.home.end()
 
 
 def failed_call(name: str, why: str, error: LockstepError | None = None, ticket: str = "") -> ToolResult:
@@ -266,5 +344,57 @@ def failed_call(name: str, why: str, error: LockstepError | None = None, ticket:
     return ToolResult(name, Content((text,)), True, error, ticket)
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+class Failing:
+    """Finds the tools that fail at every call, each time in the same way."""
+
+    def __init__(self) -> None:
+        # How a tool's calls have ended since the last look: the ways in which they failed, and None for success.
+        self._ends: dict[str, list[tuple[Any, str] | None]] = {}
+
+    def note(self, name: str, error: LockstepError | None) -> None:
+        """Note how a call has ended.
+
+        Args:
+            error: of the tool's own code, or that its time limit passed; None: it has given a result.
+        """
+        self._ends.setdefault(name, []).append(None if error is None else (_way_of(error), _in_words(error)))
+
+    def take(self) -> list[tuple[str, int, str]]:
+        """Name, number of calls, and error of each tool whose calls since the last time have all failed in one way.
+
+        A single call shows nothing yet. It is kept until there is another.
+        """
+        found = []
+        for name, ends in list(self._ends.items()):
+            failed = [end for end in ends if end is not None]
+            same = len(failed) == len(ends) and len({way for way, _ in failed}) == 1
+            if same and len(ends) == 1:
+                continue
+            if same:
+                found.append((name, len(ends), failed[0][1]))
+            del self._ends[name]
+        return found
+
+
+def _way_of(error: LockstepError) -> Any:
+    """How a call failed: the kind of its error and the line that raised it. Its text may name a thread or an argument."""
+    cause = error.__cause__
+    if not isinstance(error, Raised) or cause is None:
+        return type(error)
+    line = cause.__traceback__
+    while line is not None and line.tb_next is not None:
+        line = line.tb_next
+    # An error of another process is raised in one line of ours.
+    text = str(cause) if isinstance(cause, LockstepError) else ""
+    return type(cause), line and (line.tb_frame.f_code.co_filename, line.tb_lineno), text
+
+
+def _in_words(error: LockstepError) -> str:
+    cause = error.__cause__
+    said = f"{type(cause).__name__}: {cause}" if isinstance(error, Raised) and cause is not None else str(error)
+    return " ".join(said.split())[:_LONGEST_ERROR]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Name of a tool or of a method of an environment, with its class."""
     return getattr(function, "__qualname__", repr(function))

@@ -26,7 +26,8 @@ class Interrupted(Exception):
     """A function raised KeyboardInterrupt. In a task of the loop, KeyboardInterrupt itself would end the loop."""
 
 
-_SHARED = LoopThread("lockstep-rewards")
+# Reward functions, and tools and environments that are coroutine functions, share one loop.
+USERS_LOOP = LoopThread("lockstep-coroutines")
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str) -> T:
@@ -40,7 +41,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str)
         InputError: a function blocked the loop, so that it was not cancelled in time. The thread continues in the background. The
             process can end without it.
     """
-    loop = _SHARED.get()
+    loop = USERS_LOOP.get()
     found = asyncio.run_coroutine_threadsafe(_guarded(coroutine), loop)
     try:
         return found.result(timeout + _GRACE)
@@ -50,7 +51,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str)
         if found.done():
             raise
         found.cancel()
-        _SHARED.leave(loop)
+        USERS_LOOP.leave(loop)
         raise InputError(
             f"reward function {names} did not give way to its event loop for {timeout:g} s; await what takes long, or make it a "
             "plain function"

@@ -7,7 +7,7 @@ generation has been checked. Groups are scored one at a time, in one thread besi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
 from lockstep.errors import ProofError
@@ -22,15 +22,18 @@ class EarlyScores:
 
     Args:
         score: scores groups, and gets a log for metrics and extras of the reward functions.
+        thread: in which they are scored. It is the same for all generations, because a function may keep a connection in it.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], num_generations: int, score: Score) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], num_generations: int, score: Score, thread: ThreadPoolExecutor
+    ) -> None:
         self._prompts = {prompt.prompt_id: prompt for prompt in prompts}
         self._size = num_generations
         self._score = score
         self._finished: dict[str, dict[int, Rollout]] = {name: {} for name in self._prompts}
         self._scored: dict[str, Future[tuple[RolloutGroup, RewardLog]]] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lockstep-rewards")
+        self._thread = thread
 
     def __enter__(self) -> EarlyScores:
         return self
@@ -38,7 +41,9 @@ class EarlyScores:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        for future in self._scored.values():
+            future.cancel()
+        wait(self._scored.values())
 
     def finished(self, rollout: Rollout) -> None:
         """Take one rollout. Called from the thread of the programs."""
@@ -62,8 +67,8 @@ class EarlyScores:
         """
         scored = []
         for group in groups:
-            future = self._scored.get(group.prompt.prompt_id)
-            own, said = future.result() if future is not None else self._one(group)
+            future = self._scored.get(group.prompt.prompt_id) or self._thread.submit(self._one, group)
+            own, said = future.result()
             if [r.branches for r in own.rollouts] != [r.branches for r in group.rollouts]:
                 raise ProofError(
                     "answers",

@@ -1,7 +1,7 @@
 """Calls a user's plain function within a time limit, and undoes what it changed for the whole process.
 
-`rollouts/scores/rewards.py` calls reward functions with it. A function runs in the caller's thread, because functions may use
-signals of their own (math-verify does), which only the main thread can.
+`rollouts/scores/rewards.py` calls reward functions with it, and `rollouts/programs/workers.py` tools and environments. A function
+runs in the caller's thread, because functions may use signals of their own (math-verify does), which only the main thread can.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds between two attempts to end a function that ignores the first one.
-_AGAIN = 1.0
+# Seconds between two attempts to end a function that ignores the first one, and the number of attempts after which it is said.
+_AGAIN, _ATTEMPTS = 1.0, 10
 # Ends a call that blocks, in the main thread. Hardly any program uses it.
 _SIGNAL: signal.Signals | None = getattr(signal, "SIGVTALRM", None)
 # What a function has changed is said once per function.
@@ -36,31 +36,61 @@ class TooSlow(InputError):
     """A function took longer than its time limit."""
 
 
+class OutOfTime(Exception):
+    """A call did not end within its time limit, and was ended."""
+
+
 class _TooLate(BaseException):
     """Raised inside a function that takes too long. No `except Exception` of the function catches it."""
 
 
 def call_within(seconds: float, what: str, call: Callable[[], T]) -> T:
-    """The result of a call.
+    """The result of a call of a reward function or a judge. What it has changed in PyTorch is restored.
 
     Args:
-        seconds: the time limit. In the main thread it ends everything but C code that never returns to Python; in another thread it
-            ends Python code, but no call that blocks.
+        seconds: the time limit, as in `ended_within`.
         what: what is called, for messages: `reward function NAME`.
 
     Raises:
         TooSlow: the call took longer.
     """
-    with waiting(what, seconds), _torch_as_before(what), _limit(seconds) as is_late:
+    try:
+        with waiting(what, seconds), torch_as_before(what):
+            return ended_within(seconds, what, call)
+    except OutOfTime as error:
+        raise TooSlow(f"{what} took longer than {seconds:g} s (reward_timeout)") from error
+
+
+def ended_within(seconds: float, what: str, call: Callable[[], T]) -> T:
+    """The result of a call.
+
+    Args:
+        seconds: the time limit. In the main thread it ends everything but C code that never returns to Python, and says so after
+            some seconds; in another thread it ends Python code, but no call that blocks.
+        what: what is called, for messages.
+
+    Raises:
+        OutOfTime: the call took longer.
+    """
+    with _limit(seconds, what) as is_late:
         try:
             return call()
         except _TooLate:
             is_late.set()
-    raise TooSlow(f"{what} took longer than {seconds:g} s (reward_timeout)")
+    raise OutOfTime
+
+
+def uses_signal(error: BaseException | None) -> bool:
+    """Whether an error, or one that it comes from, says that only the main thread handles signals."""
+    while error is not None:
+        if isinstance(error, ValueError) and str(error).startswith("signal only works in main thread"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @contextmanager
-def _limit(seconds: float) -> Iterator[threading.Event]:
+def _limit(seconds: float, what: str) -> Iterator[threading.Event]:
     """Raise `_TooLate` in this thread after the time, and again every second, until the block ends."""
     thread, ended, lock = threading.get_ident(), threading.Event(), threading.Lock()
     raised, over = threading.Event(), [False]
@@ -71,9 +101,14 @@ def _limit(seconds: float) -> Iterator[threading.Event]:
             raise _TooLate
 
     def watch() -> None:
-        wait = seconds
+        wait, attempts = seconds, 0
         while not ended.wait(wait):
-            wait = _AGAIN
+            wait, attempts = _AGAIN, attempts + 1
+            if number is not None and attempts == _ATTEMPTS:
+                _logger.warning(
+                    f"{what} took longer than {seconds:g} s and cannot be ended: it is in code that returns to Python for no "
+                    "signal. The run waits for it"
+                )
             with lock:
                 if ended.is_set():
                     return
@@ -124,7 +159,7 @@ def _take_what_was_raised(thread: int) -> None:
 
 
 @contextmanager
-def _torch_as_before(function: str) -> Iterator[None]:
+def torch_as_before(function: str) -> Iterator[None]:
     """Restore PyTorch's gradient switch and default dtype after the block, and say what the function had changed."""
     gradients, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
     try:

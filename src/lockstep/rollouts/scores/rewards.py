@@ -20,7 +20,7 @@ from lockstep.images.reading import with_opened_images
 from lockstep.report.waits import waiting
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.scores.coroutines import Interrupted, is_coroutine_function, run_coroutine, unwrapped
-from lockstep.rollouts.scores.guarded_call import TooSlow, call_within
+from lockstep.rollouts.scores.guarded_call import TooSlow, call_within, uses_signal
 from lockstep.rollouts.scores.reward_log import Extras, RewardLog
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
@@ -43,7 +43,14 @@ def reward_name(function: RewardFunction) -> str:
 
 
 class Scorer(Protocol):
-    """Gives groups their rewards, in two halves. Each rank does the first half for its share of the groups."""
+    """Gives groups their rewards, in two halves. Each rank does the first half for its share of the groups.
+
+    Attributes:
+        timeout: seconds that each of its functions may take.
+    """
+
+    @property
+    def timeout(self) -> float: ...
 
     def score(self, groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
         """Some groups with their scores.
@@ -246,7 +253,13 @@ async def _awaited(function: RewardFunction, arguments: dict[str, Any]) -> Any:
 
 
 def _raised(function: RewardFunction, error: BaseException) -> RewardRaised:
-    return RewardRaised(f"reward function {reward_name(function)} raised {type(error).__name__}: {error}")
+    where = ""
+    if uses_signal(error):
+        where = (
+            "; it was called outside the main thread, where it is called without overlap_rewards, and without max_staleness "
+            "together with environments"
+        )
+    return RewardRaised(f"reward function {reward_name(function)} raised {type(error).__name__}: {error}{where}")
 
 
 def _checked(name: str, answer: Any, count: int) -> Scores:

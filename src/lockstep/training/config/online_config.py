@@ -92,7 +92,7 @@ class OnlineConfig(
     )
     max_unscored_generations: int = field(
         default=10,
-        metadata=doc("Generations in a row without a single score that end the run. Fewer of them give a warning."),
+        metadata=doc("Generations in a row without a single score that end the run. Fewer of them raise an alarm."),
     )
     resume_with_changes: bool = field(
         default=False,

@@ -6,10 +6,11 @@ that reward functions have logged.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from lockstep.report.alarms import Alarms
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.across_ranks.wire import scores_from_wire, scores_to_wire
 from lockstep.rollouts.group import Prompt, RolloutGroup
@@ -23,10 +24,8 @@ if TYPE_CHECKING:
     # It needs the libraries of a web server.
     from lockstep.training.generate.rollouts.agents import RolloutAgents
 
-_logger = logging.getLogger(__name__)
-
-# How many reasons of rollouts that could not be finished are named.
-_MOST_TOLD = 20
+# Seconds beyond the limits of the reward functions in which they must have ended in another thread.
+_ENDING = 60.0
 
 
 class Scoring:
@@ -36,12 +35,15 @@ class Scoring:
         scorer: gives groups their rewards.
         tools: the tools and environments of the rollouts, or their agents, which keep what reward functions may ask for until the
             rollouts are scored; None: there are none.
+        alarms: of the run.
     """
 
-    def __init__(self, scorer: Scorer, ranks: Ranks, tools: RolloutTools | RolloutAgents | None) -> None:
-        self._scorer, self._ranks, self._tools = scorer, ranks, tools
+    def __init__(
+        self, scorer: Scorer, ranks: Ranks, tools: RolloutTools | RolloutAgents | None, alarms: Alarms
+    ) -> None:
+        self._scorer, self._ranks, self._tools, self._alarms = scorer, ranks, tools, alarms
         self.log = RewardLog()
-        self._told: set[str] = set()
+        self._early = ThreadPoolExecutor(1, thread_name_prefix="lockstep-rewards")
 
     def score(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
         """Groups with their rewards. Every rank calls.
@@ -57,18 +59,30 @@ class Scoring:
         def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
             return self._scorer.score(groups, state, log)
 
-        return EarlyScores(prompts, num_generations, score)
+        return EarlyScores(prompts, num_generations, score, self._early)
 
     def finish(self, scored: list[RolloutGroup]) -> list[RolloutGroup]:
         """What the scorer computes over the whole generation; then tools let go of what they kept for the rewards."""
         scored = self._scorer.finish(scored)
+        for reason in (rollout.failed for group in scored for rollout in group.rollouts):
+            if reason is not None:
+                self._alarms.tell("rollout_failed", reason)
         if self._tools is not None and self._ranks.owner:
+            for name, calls, error in self._tools.calls.failing.take() if self._tools.calls is not None else ():
+                self._alarms.tell("tool_fails", name, calls=calls, error=error)
             self._tools.release(rollout for group in scored for rollout in group.rollouts)
         return scored
 
+    def _scored(self, groups: Sequence[RolloutGroup], state: Any, log: RewardLog) -> list[RolloutGroup]:
+        """Groups with their scores. Functions that read environments run in the environments' thread."""
+        if self._tools is None:
+            return self._scorer.score(groups, state, log)
+        limit = self._scorer.timeout * (len(getattr(self._scorer, "functions", ())) + 1) + _ENDING
+        return self._tools.beside_environments(lambda: self._scorer.score(groups, state, log), limit)
+
     def _on_ranks(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
         if self._ranks.count == 1:
-            return self._scorer.score(groups, state, self.log)
+            return self._scored(groups, state, self.log)
 
         def part() -> dict[str, Any]:
             # A rank without groups does not call the reward functions. Environments are on one rank, which then scores all groups.
@@ -78,7 +92,7 @@ class Scoring:
                 own = groups if self._ranks.owner else []
             log = RewardLog()
             return {
-                "scores": scores_to_wire(self._scorer.score(own, state, log) if own else []),
+                "scores": scores_to_wire(self._scored(own, state, log) if own else []),
                 "metrics": log.values(),
             }
 
@@ -97,12 +111,8 @@ class Scoring:
         own = dict(so_far)
         if self._tools is not None:
             own |= self._tools.metrics(groups)
-            self._tell_failures(groups)
         return own | self.log.take(own=own)
 
-    def _tell_failures(self, groups: Sequence[RolloutGroup]) -> None:
-        """Print each reason for which an environment or an agent failed once."""
-        for said in dict.fromkeys(r.failed for group in groups for r in group.rollouts if r.failed is not None):
-            if said not in self._told and self._ranks.owner and len(self._told) < _MOST_TOLD:
-                self._told.add(said)
-                _logger.warning(f"{said}; nothing is learned from its rollout")
+    def close(self) -> None:
+        """End the thread in which groups are scored while others are sampled."""
+        self._early.shutdown(wait=False, cancel_futures=True)

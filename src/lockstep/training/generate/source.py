@@ -7,8 +7,9 @@ engine and samples for all ranks. Reward functions run on every rank, each on it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from lockstep.parity.sampling.independent_samples import Seeds
 from lockstep.parity.sampling.staleness import check_staleness
 from lockstep.parity.tolerances import Tolerance, tolerance
 from lockstep.parity.user_settings import SettingsProof
+from lockstep.report.alarms import Alarms
 from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -56,6 +58,8 @@ _logger = logging.getLogger(__name__)
 
 # What a watcher shows during the first proof.
 _PROVING = "proving every module of the engine"
+# Seconds of a generation that tools and environments may hold the engine before it is said.
+_LONG = 20.0
 
 
 class RolloutSource:
@@ -71,6 +75,7 @@ class RolloutSource:
         tools: the tools and environments of the rollouts, or their agents; None: there are none.
         function: makes the rollouts instead of the driver; None: the driver makes them.
         images: what read the pictures of the prompts; None: they have none.
+        alarms: of the run.
 
     Raises:
         InputError: the engine cannot be started or found, or an engine in this process cannot serve several ranks.
@@ -94,6 +99,7 @@ class RolloutSource:
         tools: RolloutTools | RolloutAgents | None = None,
         function: RolloutFunction | None = None,
         images: ImagePrompts | None = None,
+        alarms: Alarms,
     ) -> None:
         self._tokenizer = tokenizer
         self.decode = decoding(tokenizer)
@@ -111,7 +117,8 @@ class RolloutSource:
         # The program that makes every rollout.
         self.program = self._one_turn
         self._tools, self.rollout_function = tools, function
-        self._scoring = Scoring(scorer, ranks, tools)
+        self.alarms = alarms
+        self._scoring = Scoring(scorer, ranks, tools, alarms)
         self._limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(policy))
         self._owns_engine = given is None
         self._proven = False
@@ -166,8 +173,8 @@ class RolloutSource:
             )
             if self._tools is not None:
                 self.program = self._tools.start()
-            settled = self._tools.settled if self._tools is not None else None
-            self._driver = Driver(engine, self._tokenizer, settled, self.proofs.check_answer)
+            calls = self._tools.calls if self._tools is not None else None
+            self._driver = Driver(engine, self._tokenizer, calls, self.proofs.check_answer)
             self._server_changes = server_changes(engine, config, shake, self._proofs)
             if config.max_staleness:
                 self._ahead = generations_ahead(engine, self._driver, self._limit_ahead)
@@ -314,7 +321,7 @@ class RolloutSource:
             self.proofs.check_groups(groups)
             return groups
         starts = self._starts(prompts, num_generations, version)
-        with self._clock.phase("generate"):
+        with self._clock.phase("generate"), self._noting_waits():
             groups = sampled_now(
                 self._driver,
                 prompts,
@@ -327,6 +334,17 @@ class RolloutSource:
             )
         self._check_groups(groups)
         return groups
+
+    @contextmanager
+    def _noting_waits(self) -> Iterator[None]:
+        """Raise an alarm if the engine stood still for tools and environments for most of the block."""
+        calls, began = self._tools.calls if self._tools is not None else None, time.monotonic()
+        before = calls.errands.seconds if calls is not None else 0.0
+        yield
+        if calls is not None:
+            seconds, whole = calls.errands.seconds - before, time.monotonic() - began
+            if seconds > max(_LONG, whole / 2):
+                self.alarms.tell("tools_in_turn", "tools", seconds=seconds, whole=whole)
 
     def sample_ahead(
         self, upcoming: Sequence[tuple[int, Sequence[Prompt]]], num_generations: int, version: int
@@ -367,7 +385,17 @@ class RolloutSource:
             return self._scoring.score(groups, state)
 
     def sample_and_score(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
-        """Push, sample, and score each group while the engine samples others. Scores count only after all answers are checked."""
+        """Push, sample, and score each group while the engine samples others. Scores count only after all answers are checked.
+
+        With environments, groups are scored after sampling: the thread in which functions may read them serves the engine.
+        """
+
+        def in_turn() -> list[RolloutGroup]:
+            self.push(state.global_step)
+            return self.sample(prompts, num_generations, state.global_step)
+
+        if self._tools is not None and self._tools.has_environments:
+            return self.score(self._at_work(in_turn), state)
 
         def work() -> list[RolloutGroup]:
             self.push(state.global_step)
@@ -405,6 +433,7 @@ class RolloutSource:
         self.abandon_pending()
         if self._driver is not None:
             self._driver.close()
+        self._scoring.close()
         if self._tools is not None:
             self._tools.close()
         if self._owns_engine and self._engine is not None:

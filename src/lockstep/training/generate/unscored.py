@@ -1,18 +1,16 @@
-"""Generations in which no rollout has a score: the run goes on, says so, and ends if too many of them follow each other.
+"""Generations in which no rollout has a score: the run goes on, raises an alarm, and ends if too many of them follow each other.
 
 `training/loop.py` calls it with every scored generation. Nothing is learned from rewards in such a generation, as in TRL.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from lockstep.errors import InputError
+from lockstep.report.alarms import Alarms
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.terminal_log import TRL_LOGGER
-
-_logger = logging.getLogger(__name__)
 
 
 class UnscoredGenerations:
@@ -20,15 +18,16 @@ class UnscoredGenerations:
 
     Args:
         limit: number of such generations in a row that ends the run.
-        owner: whether this process prints the warnings.
+        alarms: of the run.
+        owner: whether this process logs TRL's words.
     """
 
-    def __init__(self, limit: int, *, owner: bool) -> None:
-        self._limit, self._owner = limit, owner
+    def __init__(self, limit: int, alarms: Alarms, *, owner: bool) -> None:
+        self._limit, self._alarms, self._owner = limit, alarms, owner
         self._in_a_row = 0
 
     def note(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Count one generation.
+        """Count one generation, and raise an alarm about functions that gave no score in it.
 
         Returns:
             The metric `rewards/unscored_generations`, which is 1, if the generation has no score; otherwise nothing.
@@ -37,8 +36,12 @@ class UnscoredGenerations:
             InputError: it is the last of `limit` such generations in a row.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
+        finished = [rollout for rollout in rollouts if rollout.failed is None]
         if any(rollout.scored for rollout in rollouts):
             self._in_a_row = 0
+            for name in rollouts[0].scores:
+                if all(rollout.scores[name] is None for rollout in finished):
+                    self._alarms.tell("reward_none", name, count=len(finished))
             return {}
         self._in_a_row += 1
         names = ", ".join(rollouts[0].scores)
@@ -48,11 +51,8 @@ class UnscoredGenerations:
                 "is nothing to learn from. Let one return numbers, leave these rows out of the data, or raise "
                 "max_unscored_generations"
             )
+        self._alarms.tell("unscored", names, count=len(rollouts), limit=self._limit)
         if self._owner:
-            _logger.warning(
-                f"none of {names} scored any of the {len(rollouts)} completions of this generation: no reward is "
-                f"learned from it (this is generation {self._in_a_row} in a row; the run ends at {self._limit})"
-            )
             prompt = groups[0].prompt
             TRL_LOGGER.warning(
                 "All reward functions returned None for the following kwargs:\n%s",

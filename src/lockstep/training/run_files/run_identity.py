@@ -45,6 +45,7 @@ _BOOKKEEPING: dict[str, set[str]] = {
         "vllm_server_base_url", "vllm_server_url_file", "vllm_server_host", "vllm_server_port", "vllm_server_key_file",
         "vllm_weight_transport", "vllm_weight_deltas", "vllm_group_host", "vllm_group_port", "gateway_host", "gateway_port",
     },
+    "in which threads tools run": {"tool_threads"},
     "what is tried before it starts": {"rehearse_rewards"},
     "what is only compared": {"recheck_rewards"},
     "whether it may go on with other inputs": {"resume_with_changes"},

@@ -7,20 +7,18 @@ proof can find this.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 import torch
 from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
+from lockstep.report.alarms import Alarms
 from lockstep.training.config.online_config import OnlineConfig
-
-_logger = logging.getLogger(__name__)
 
 # Below this share almost nothing is learned, and the run is refused.
 REFUSED_BELOW = 0.01
-# Below this share many weights do not change, and a warning is printed.
+# Below this share many weights do not change, and an alarm is raised.
 SAID_BELOW = 0.9
 # Number of elements sampled per tensor. The standard deviation of the estimated share is at most 0.4 percentage points.
 _SAMPLE = 16_384
@@ -49,8 +47,8 @@ def moving_share(parameters: Iterable[torch.Tensor], step: float) -> float:
     return moved / total if total else 1.0
 
 
-def check_steps_move(policy: PreTrainedModel, args: OnlineConfig) -> None:
-    """Refuse a run if rounding removes almost all of its weight changes. Print a warning if rounding removes many of them.
+def check_steps_move(policy: PreTrainedModel, args: OnlineConfig, alarms: Alarms) -> None:
+    """Refuse a run if rounding removes almost all of its weight changes. Raise an alarm if rounding removes many of them.
 
     Only optimizers with bounded steps (AdamW, Lion) are checked. A learning rate of 0 is accepted, because the user chose it.
 
@@ -75,5 +73,4 @@ def check_steps_move(policy: PreTrainedModel, args: OnlineConfig) -> None:
     )
     if share < REFUSED_BELOW:
         raise InputError(f"{found}. Nothing would be learned; {cure}")
-    if args.process_index == 0:
-        _logger.warning(f"{found}. The others stand still, though every proof passes; {cure}")
+    alarms.tell("rounded_away", f"{found}. The others stand still, though every proof passes; {cure}")

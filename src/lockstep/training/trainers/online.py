@@ -25,6 +25,7 @@ from lockstep.models.adapters import causal_model
 from lockstep.models.cuda import prepare_cuda
 from lockstep.models.liger import check_gpu
 from lockstep.parity.user_settings import SettingsProof
+from lockstep.report.alarms import Alarms
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import RolloutGroup
@@ -163,6 +164,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         check_kinds(model, processing_class, callbacks, optimizers, engine)
         check_reference(model, ref_model, args, peft_config)
         self.ranks = Ranks(_LONGEST_CALL * args.generation_timeout * (args.generations_ahead + 1))
+        self.alarms = Alarms(owner=self.ranks.owner)
         found: list[GivenData] = []
         in_use = unsupported_with_images(args)
 
@@ -195,7 +197,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         )
         self.optimizer_is_given, self._said = optimizers[0] is not None, set()
         if not self.optimizer_is_given:
-            check_steps_move(policy, args)
+            check_steps_move(policy, args, self.alarms)
 
         self.objective: Objective = self.objective_class(args)
         self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
@@ -279,6 +281,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             tools=self.rollout_tools,
             function=None if rollout_func is None else RolloutFunction(rollout_func, self, tokenizer, bounds, images),
             images=images,
+            alarms=self.alarms,
         )
         self.last_eval_groups = []
         self._eval_notes = defaultdict(list)
@@ -301,10 +304,13 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
 
     def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
         """Call the reward functions once on made-up completions, so that their errors appear before a model is loaded."""
-        given = [] if reward_funcs is None and self.rollout_tools is not None else entries_of(reward_funcs)
-        rehearse_functions(
-            given, dataset, self.config, self.rollout_tools.rehearsed if self.rollout_tools is not None else None
-        )
+        tools, config = self.rollout_tools, self.config
+        given = [] if reward_funcs is None and tools is not None else entries_of(reward_funcs)
+        if tools is None:
+            rehearse_functions(given, dataset, config)
+            return
+        limit = config.reward_timeout * (len(given) + 1)
+        tools.beside_environments(lambda: rehearse_functions(given, dataset, config, tools.rehearsed), limit)
 
     def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
         """The scorer that gives rollouts their rewards."""
@@ -394,6 +400,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 logs["engine/losses"] = self.source.losses
             if self.source.servers:
                 logs["engine/servers"] = self.source.servers
+            if alarms := self.alarms.texts:
+                logs["alarms"] = len(alarms)
             logs["num_tokens"] = self.state.num_input_tokens_seen
             if self.is_world_process_zero():
                 callbacks = self.callback_handler.callbacks

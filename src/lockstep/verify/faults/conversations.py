@@ -48,7 +48,9 @@ class _Conversations:
     """The program of the rollouts."""
 
     def __init__(self, extension: Extension) -> None:
-        self._extension, self._tools, self._calls = extension, tools_of([number_of]), ToolCalls(_SECONDS)
+        self._extension, self._tools = extension, tools_of([number_of])
+        # The driver of the running trainer knows nothing of these calls.
+        self._calls = ToolCalls(_SECONDS, threads=True)
 
     async def __call__(self, conversation: Conversation) -> None:
         messages = list(conversation.prompt.source)

@@ -26,6 +26,13 @@ class ToolFields:
             "Seconds that one tool call, or one call of an environment, may take; later the model reads an error."
         ),
     )
+    tool_threads: bool = field(
+        default=False,
+        metadata=doc(
+            "Each call of a plain tool, and each environment, gets a thread of its own, so that slow ones run at the same time. "
+            "Signals do not work there, and neither does a connection that was made once (SQLite)."
+        ),
+    )
     tool_format: str | None = field(
         default=None,
         metadata=doc(

@@ -17,7 +17,8 @@ verify` call them through this module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from lockstep.parity.step.optimizer_settings import Change
 from lockstep.parity.tolerances import Tolerance
 from lockstep.parity.user_settings import SettingsProof
 from lockstep.parity.weights.module_probe import ModuleProbe, ProbeRecord
+from lockstep.report.alarms import LINE, Alarm, Alarms
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.driver import decoding
 from lockstep.rollouts.group import RolloutGroup
@@ -242,6 +244,20 @@ class Proofs:
             settings[field] = value
         else:
             self._receipt.append({"kind": "change", "step": step, "field": field, "value": value})
+
+    def keep_alarms(self, alarms: Alarms, step: Callable[[], int]) -> None:
+        """Continue the alarms that the receipt has, and write new ones into it, after `start`.
+
+        Args:
+            step: gives the number of steps so far.
+        """
+        receipt = self._receipt
+        assert receipt is not None
+
+        def write(alarm: Alarm) -> None:
+            receipt.append({"kind": LINE, "step": step(), **asdict(alarm)})
+
+        alarms.go_on(receipt.entries, write)
 
     def note_checkpoint(self, step: int, digests: str) -> None:
         """Write a checkpoint's digest into the receipt. The checkpoint no longer fits a receipt that is cut or rewritten."""

@@ -10,7 +10,7 @@ import logging
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +28,7 @@ from lockstep.tokens.chat import render_prompt
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
 
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 
@@ -44,6 +45,8 @@ class RolloutAgents:
 
     # Rewards need nothing that is on one rank only.
     has_environments = False
+    # The engine's thread waits for no agent, and runs none.
+    calls = None
     rehearsed: Callable[[Any], Any] | None = None
     # What the agents return is one more score.
     reward_names = (AGENT_REWARD,)
@@ -107,9 +110,9 @@ class RolloutAgents:
         arguments: Any = self._config.chat_template_kwargs
         return whole_numbers(render_prompt(row["prompt"], self._tokenizer, arguments))
 
-    async def settled(self) -> bool:
-        """False: nobody waits for an agent's next call before the engine's next step."""
-        return False
+    def beside_environments(self, work: Callable[[], T], limit: float) -> T:
+        """The result of work that needs nothing of another thread."""
+        return work()
 
     def release(self, rollouts: Iterable[Rollout]) -> None:
         """Nothing is kept until rollouts are scored."""

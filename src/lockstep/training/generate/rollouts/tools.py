@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -25,13 +25,14 @@ from lockstep.rollouts.programs.content import Process, shows_no_images
 from lockstep.rollouts.programs.environments import EnvironmentKind, Environments, Factory
 from lockstep.rollouts.programs.tool_program import ToolProgram
 from lockstep.rollouts.programs.tools import ToolCalls, tools_of
-from lockstep.rollouts.scores.coroutines import run_coroutine
+from lockstep.rollouts.programs.workers import Here, TookTooLong, Worker
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.conversation.extension import Extension
 from lockstep.tokens.conversation.extension_proof import BRANCHES, REFUSED, USER_TURN
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.generate.metrics import tool_metrics
 
+T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 # Seconds beyond the limits of its calls in which all environments must have been tried.
@@ -67,18 +68,27 @@ class RolloutTools:
             )
         self._config, self._owner = config, ranks.owner
         self._tools = tools_of(tools)
-        self._calls = ToolCalls(config.tool_timeout)
+        # Generations ahead are made in threads of their own. Tools then have one thread for all of them.
+        home = Worker("lockstep-tools") if config.max_staleness else Here()
+        self.calls = ToolCalls(config.tool_timeout, home, threads=config.tool_threads)
         self._environments: Environments | None = None
+        self._share_a_thread = False
         self.kinds: dict[str | None, EnvironmentKind] = {}
         if factory is not None:
-            made = Environments(factory, self._calls)
-            self._calls.process = _unprocessed
+            made = Environments(factory, self.calls)
+            self._share_a_thread = made.share_a_thread
+            if config.overlap_rewards and ranks.owner:
+                _logger.warning(
+                    "overlap_rewards has no effect with environments: reward functions run in the environments' thread, after "
+                    "sampling"
+                )
+            self.calls.process = _unprocessed
             # Only the owner makes environments.
             self._environments = made if ranks.owner else None
             limit = config.tool_timeout * 2 * max(len(made.names), 1) + _PROBING
             self.kinds = ranks.from_owner(
                 "environments",
-                lambda: run_coroutine(made.probe(row), limit, "of an environment"),
+                lambda: self.calls.finish(made.probe(row), limit),
                 lambda kinds: [
                     [name, kind.title, list(kind.schemas), kind.has_reward, kind.speaks] for name, kind in kinds.items()
                 ],
@@ -160,9 +170,9 @@ class RolloutTools:
             self._tell_branches()
         longest = max(len(token) for token in tokenizer.get_vocab())
         iterations = self._config.max_tool_calling_iterations
-        self._calls.process = self._process(images)
+        self.calls.process = self._process(images)
         self._program = ToolProgram(
-            self._extensions, self._tools, self._calls, self._environments, iterations, longest, images
+            self._extensions, self._tools, self.calls, self._environments, iterations, longest, images
         )
 
     def _process(self, images: ImagePrompts | None) -> Process:
@@ -206,9 +216,24 @@ class RolloutTools:
             )
         return self._extensions[name].prompt(prompt)
 
-    async def settled(self) -> bool:
-        """Wait for quick tool calls: see `ToolCalls.settled`."""
-        return await self._calls.settled()
+    def beside_environments(self, work: Callable[[], T], limit: float) -> T:
+        """The result of work that reads environments, done in the thread in which they live.
+
+        Args:
+            limit: seconds that it may take in another thread than this one.
+
+        Raises:
+            InputError: it took longer.
+        """
+        if not (self.has_environments and self._share_a_thread):
+            return work()
+        try:
+            return self.calls.home.do(work, limit)
+        except TookTooLong as error:
+            raise InputError(
+                f"the reward functions took longer than {limit:g} s (reward_timeout) in a call that cannot be ended; with "
+                "max_staleness they run in the thread of the environments"
+            ) from error
 
     def start(self) -> ToolProgram:
         """The program of the run's rollouts. On the rank that holds the engine, after `open`."""

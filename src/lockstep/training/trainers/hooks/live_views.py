@@ -32,6 +32,7 @@ def view_of(trainer: OnlineTrainer, kind: type[View]) -> View:
         trainer.step_log.latest,
         lambda: live_sample(trainer.source.shown_group),
         lambda: proofs.judged,
+        alarms=lambda: trainer.alarms.texts,
     )
 
 

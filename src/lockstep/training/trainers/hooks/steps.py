@@ -140,6 +140,8 @@ class StepHooks(Trainer):
         self._freeze()
         self.source.start(Path(self.args.output_dir or "."), self.state.global_step, self.inputs)
         self._note_hooks(self.state.global_step)
+        if self.ranks.owner:
+            self.source.proofs.keep_alarms(self.source.alarms, lambda: self.state.global_step)
         self.clock.take()
 
     def before_update(self) -> None:
