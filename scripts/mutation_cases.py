@@ -2937,4 +2937,11 @@ MUTATIONS = [
         "            if False:\n",
         "tests/faults/test_faults_in_runs.py::test_what_stops_a_run_before_the_fault_begins_has_not_caught_it",
     ),
+    Mutation(
+        "self-test: the policy of a run moves by less than the limits",
+        "verify/self_test.py",
+        "if times < _VISIBLE and rate < _RATES[-1]:",
+        "if False:",
+        "tests/faults/test_faults_in_runs.py::test_the_learning_rate_is_one_that_moves_the_policy_visibly",
+    ),
 ]
