@@ -3235,4 +3235,11 @@ MUTATIONS = [
         "",
         "tests/training/test_liger.py::test_without_a_gpu_a_trainer_is_made_and_training_is_refused",
     ),
+    Mutation(
+        "self-test: the policy of a run moves by less than the limits",
+        "verify/self_test.py",
+        "if times < _VISIBLE and rate < _RATES[-1]:",
+        "if False:",
+        "tests/faults/test_faults_in_runs.py::test_the_learning_rate_is_one_that_moves_the_policy_visibly",
+    ),
 ]

@@ -14,6 +14,7 @@ from stages import stage_on
 
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.gap import GapStats
+from lockstep.verify import self_test
 from lockstep.verify.faults.seams import Fault
 from lockstep.verify.self_test import WAYS, OpenStage, Verdict, Way, faults_of_runs, run_in_runs
 from lockstep.verify.stage import Stage
@@ -118,6 +119,25 @@ def test_every_fault_of_a_run_is_caught(engine: str, bf16: bool, way: Way, tied_
     assert sum(not v.skipped for v in found.values()) > 40
 
 
+def test_the_learning_rate_is_one_that_moves_the_policy_visibly(
+    untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = []
+
+    def open_with(changes: Mapping[str, int | float]) -> AbstractContextManager[Stage]:
+        rates.append(changes["learning_rate"])
+        return stage_on(untied_dir, tmp_path, use_vllm=False, bf16=False, **changes)
+
+    # The first one moves the policy by less than the limit.
+    monkeypatch.setattr(self_test, "_RATES", (1e-8, 1e-3, 1e-2))
+    (control,) = run_in_runs(open_with, WAYS[0], lambda name: None, ())
+    assert rates == [1e-8, 1e-3]
+    assert (control.caught_by, control.error) == ("", "")
+    assert control.moved > 12 * 1e-4
+    assert "learning rate 0.001" in control.message
+
+
+@pytest.mark.release
 def test_in_bf16_a_run_goes_on_until_older_completions_show(untied_dir: str, tmp_path: Path) -> None:
     """At the first learning rate, answers of the generation before have the same log-probs, up to rounding."""
     rates = []
