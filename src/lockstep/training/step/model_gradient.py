@@ -2,8 +2,8 @@
 
 `training/loop.py` calls it. At the first step of a run or a resume, and at every 50th step, a drawn sum of scores goes through the
 model before the step's first forward, and is compared in float64. At every tenth step, a drawn part of the step itself is compared:
-what its backward adds to `.grad`, through all hooks, before gradients are clipped. That is compared in float32, and where it is over
-a part of its limit, the comparisons in float64 decide. Neither weights nor random numbers nor gradients are changed.
+what its backward adds to `.grad`, through all hooks, before gradients are clipped. That is compared in float32, and where it is
+over a part of its limit, the comparisons in float64 decide. Neither weights nor random numbers nor gradients are changed.
 """
 
 from __future__ import annotations
