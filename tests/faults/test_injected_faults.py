@@ -120,7 +120,7 @@ CAUGHT_BY = {
     "U7": {"update"},
     "U8": {"update"},
     "U9": {"accumulation"},
-    "U10": {"accumulation"},
+    "U10": {"accumulation", "model_gradient"},
     "U11": {"clipping"},
     "U11b": {"clipping"},
     "S4": {"temperature", "model_gradient"},
