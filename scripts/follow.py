@@ -140,6 +140,7 @@ def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
         trainer.loop.model_gradient.begin = lambda *_: Checked({})  # type: ignore[method-assign]
         # The way ends at the loss. What follows is its backward, sums of the generation's figures, and proofs of them.
         trainer.accelerator.backward = unnoted(trainer.accelerator.backward)
+        trainer.loop.hooks.note()
         trainer.loop._finish_step = lambda *_: None  # type: ignore[method-assign]
         with noting(is_parameter, parameters):
             push(0)

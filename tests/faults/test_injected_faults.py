@@ -126,7 +126,7 @@ CAUGHT_BY = {
     "U7": {"update"},
     "U8": {"update"},
     "U9": {"accumulation"},
-    "U10": {"accumulation"},
+    "U10": {"accumulation", "model_gradient"},
     "U11": {"clipping"},
     "U11b": {"clipping"},
     **{f"U12{variant}": {"optimizer"} for variant in ("", "b", "c", "d")},

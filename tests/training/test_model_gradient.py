@@ -217,19 +217,22 @@ def test_a_gradient_that_is_left_from_before_stays_for_its_own_proof(model: PreT
     weight.grad = None
 
 
-def test_the_first_step_is_checked_and_then_every_tenth(model: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_sum_is_checked_at_first_and_every_fiftieth_step_and_a_part_at_every_tenth(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
     policy, sequences = policy_of(model), draw(model, PROMPTS, (6, 3, 6), PLAIN, 1)
     settings = config(tmp_path, bf16=False, seed=4)
     with patch.object(module.ModelGradient, "_error", lambda *args: 0.0):
         proof = ModelGradient(lambda: [model], settings, 0, entropies=False)
         sums, parts = [], []
-        for step in range(3, 40):
+        for step in range(3, 50):
             if proof.begin(policy, sequences, [sequences] if step != 26 else [], step).figures:
                 sums.append(step)
             if proof.part is not None:
                 parts.append(step)
     # Where a step has nothing that is learned, a drawn sum takes the place of its part.
-    assert (sums, parts) == ([3, 26], [6, 16, 36])
+    # One step in fifty has both.
+    assert (sums, parts) == ([3, 26, 46], [6, 16, 36, 46])
 
 
 def test_a_forward_that_is_too_coarse_is_said_and_no_error(

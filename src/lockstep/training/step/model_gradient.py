@@ -1,9 +1,9 @@
 """Lets the trainer's own forward and backward compute gradients that `parity/backward/` compares with a plain forward.
 
-`training/loop.py` calls it. At the first step of a run or a resume, a drawn sum of scores goes through the model before the step's
-first forward, and is compared in float64. At every tenth step, a drawn part of the step itself is compared: what its backward adds
-to `.grad`, through all hooks, before gradients are clipped. That is compared in float32, and where it is over a part of its
-limit, the comparisons in float64 decide. Neither weights nor random numbers nor gradients are changed.
+`training/loop.py` calls it. At the first step of a run or a resume, and at every 50th step, a drawn sum of scores goes through the
+model before the step's first forward, and is compared in float64. At every tenth step, a drawn part of the step itself is compared:
+what its backward adds to `.grad`, through all hooks, before gradients are clipped. That is compared in float32, and where it is
+over a part of its limit, the comparisons in float64 decide. Neither weights nor random numbers nor gradients are changed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ _logger = logging.getLogger(__name__)
 
 # A part of the step itself is checked at one step in so many.
 EVERY = 10
-# The part of a limit over which a comparison in float32 is made again in float64, for a model of so many tensors. The share of one
-# layer in a slope falls with their number, and rounding falls with its root.
-_DOUBT, _TENSORS = 0.125, 20
+# A drawn sum is checked at the first step, and at one step in so many.
+EVERY_SUM = 50
+# The part of a limit over which a comparison in float32 is made again in float64. In half precision a common factor of all
+# gradients is off by some hundredths. In single precision rounding falls with the root of the number of tensors.
+_DOUBT_HALF, _DOUBT_SINGLE, _TENSORS = 0.25, 0.125, 20
 # Limit for the gradient of one part in half precision. A gradient that is lost, doubled or reversed is 1 to 2 sizes away.
 _HALF_LIMIT = 0.8
 # Completions of a drawn sum, and ids of each: the end of its prompt, and the beginning of the completion.
@@ -123,7 +125,7 @@ class ModelGradient:
         if due and (part := draw_part(learned, np.random.default_rng((*seed, 1)))):
             names = frozenset(s.name for s in part)
             self.part = CheckedPart(names, named, self._distribution(policy), (*seed, 2))
-            if not self._is_first:
+            if not self._is_first and (step + self._config.seed) % EVERY_SUM:
                 return Checked({})
         self._is_first = False
         return self._sum_checked(policy, sequences, named, step)
@@ -138,20 +140,20 @@ class ModelGradient:
         if part is None:
             return Checked({})
         named, found = self._named(), part.gradient(policy.model, policy.critic)
-        limit = gradient_limit(self._config.precision.dtype_of(policy.model))
+        dtype = self._config.precision.dtype_of(policy.model)
+        limit, is_half = gradient_limit(dtype), dtype not in (torch.float32, torch.float64)
         if found is not None:
             added, drawn = found
             distance = self._computed(lambda: added.distance(drawn))
-            if distance is not None and distance <= _DOUBT * limit * min(1.0, math.sqrt(_TENSORS / len(named))):
+            doubt = _DOUBT_HALF if is_half else _DOUBT_SINGLE * min(1.0, math.sqrt(_TENSORS / len(named)))
+            if distance is not None and distance <= doubt * limit:
                 return Checked({"checked/step_gradient_error": distance})
         # In doubt, and where the part has no gradient at all, a drawn sum goes through the model as at the first step.
         with _set_aside(named):
             checked = self._sum_checked(policy, sequences, named, step)
         if found is None:
             return checked
-        if self._config.precision.dtype_of(policy.model) not in (torch.float32, torch.float64):
-            limit = _HALF_LIMIT
-        error = self._computed(lambda: check_added(added, drawn, limit))
+        error = self._computed(lambda: check_added(added, drawn, _HALF_LIMIT if is_half else limit))
         if error is None:
             return Checked(checked.figures, self._unproven)
         return Checked(checked.figures | {"checked/step_gradient_error": error})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -97,9 +97,16 @@ def _scores_become(change: Callable[[list[Any]], list[Any]]) -> Callable[[Stage]
     return inject
 
 
-def _divided_twice(stage: Stage) -> AbstractContextManager[Any]:
-    real = stage.trainer.accelerator.backward
-    return patch.object(stage.trainer.accelerator, "backward", lambda loss, **kwargs: real(loss / 2, **kwargs))
+@contextmanager
+def _divided_twice(stage: Stage) -> Iterator[None]:
+    real, hooks = stage.trainer.accelerator.backward, stage.trainer.loop.hooks
+    try:
+        with patch.object(stage.trainer.accelerator, "backward", lambda loss, **kwargs: real(loss / 2, **kwargs)):
+            # The backward counts as one that was there when training began.
+            hooks.note()
+            yield
+    finally:
+        hooks.note()
 
 
 def _only(places: Callable[[int], slice]) -> Callable[[TokenBatch], TokenBatch]:
