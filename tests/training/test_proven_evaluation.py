@@ -92,9 +92,11 @@ def test_its_loss_is_that_of_a_step_on_its_completions(make: Make, name: str) ->
 
 def test_a_loss_without_a_reference_takes_no_forward_more(make: Make) -> None:
     many = Dataset.from_dict({"prompt": [f"{i} + 1" for i in range(40)]})
-    shares = [make(many, beta=beta).evaluate()["eval_parity/checked_share"] for beta in (0.0, 0.1)]
-    assert shares[0] < 1.0
-    assert shares[1] == 1.0
+    found = [make(many, loss_type="dapo", beta=beta).evaluate() for beta in (0.0, 1e-9)]
+    assert found[0]["eval_parity/checked_share"] < 1.0
+    assert found[1]["eval_parity/checked_share"] == 1.0
+    # The same loss: the divergence has hardly a weight.
+    assert found[0]["eval_loss"] == pytest.approx(found[1]["eval_loss"], abs=1e-5)
 
 
 def test_its_loss_is_that_of_one_step_however_many_completions_there_are(make: Make) -> None:

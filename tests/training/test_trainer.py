@@ -371,7 +371,7 @@ def test_a_reward_function_cannot_log_under_a_name_of_the_trainers_own(
     [
         (Dataset.from_dict({"prompt": []}), "train dataset is empty"),
         (Dataset.from_dict({"text": ["a"]}), "no 'prompt' column"),
-        (None, "must be a datasets.Dataset"),
+        (None, "`train_dataset` is required"),
         (Dataset.from_dict({"prompt": ["a"]}), "has 1 prompts, one generation needs 2"),
         (Dataset.from_dict({"prompt": ["ok", "z " * 600]}), r"train/1 has \d+ tokens; there is room for 500"),
     ],

@@ -43,12 +43,14 @@ def loss_alone(
     Args:
         version: weight version that sampled the groups.
         sequences: those of the groups.
-        scored: scores of the policy: of all sequences if `needs_scores`, otherwise of any.
+        scored: scores of the policy, of all sequences; not used unless `needs_scores`.
 
     Returns:
         `loss`, and the method's figures by name.
     """
-    ready = [_with_scores(s, scored) for s in sequences]
+    # Where log-probs do not matter, some sequences have no scores. Those of the engine, which the proof compares, stand for all.
+    known = needs_scores(objective)
+    ready = [_with_scores(s, scored) if known else s.but(old_logps=s.behaviour_logps) for s in sequences]
     if objective.kl_in_reward:
         logps = preparation.reference_logps(policy, ready, groups, version)
         ready = [s.but(ref_logps=logps[s.name]) for s in ready]
@@ -75,8 +77,6 @@ def loss_alone(
 
 
 def _with_scores(sequence: TrainingSequence, scored: AllScores) -> TrainingSequence:
-    """A sequence whose log-probs are the policy's own; those of the engine, which the proof compares, where there are no others."""
-    if sequence.name not in scored.logps:
-        return sequence.but(old_logps=sequence.behaviour_logps)
+    """A sequence whose log-probs are the policy's own, also in the place of the engine's."""
     found = scored.beside(sequence)
     return found.but(behaviour_logps=found.old_logps)
