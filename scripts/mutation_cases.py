@@ -1276,8 +1276,8 @@ MUTATIONS = [
     _of_settings(
         WATCH,
         "changes of a callback are nobody's",
-        "        if settings is None or is_lockstep(kind)",
-        "        if True or is_lockstep(kind)",
+        "if settings is not None and not of_library:",
+        "if False:",
         "test_what_a_callback_changes_is_taken_written_and_kept_after_a_resume",
     ),
     _of(

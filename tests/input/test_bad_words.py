@@ -113,7 +113,7 @@ CHOICES = [
     *field("chat_template_kwargs", "[1]", "{broken"),
     *field("vllm_engine_kwargs", "{broken", "[]"),
     *field("fp16", "true"),
-    *field("deepspeed", "x.json", "[1]", "{broken", '{"zero_optimization": {"stage": 2}}'),
+    *field("deepspeed", "x.json", "[1]", "{broken", '{"zero_optimization": {"stage": 5}}'),
     *field("stop_strings", ""),
     *field("vllm_server_base_url", "gpu-node", "ftp://x", "http://", "http://a:99999", "http://a:x", "http://[::1"),
     *field("vllm_server_base_url", "http://a,http://a", "http://a,", "http://a b"),

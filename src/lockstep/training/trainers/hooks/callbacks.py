@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from lockstep.report.log_lines import LogLines
@@ -31,7 +32,13 @@ def add_callbacks(trainer: OnlineTrainer, began: float) -> RunFiles:
         The callback that writes the files of the run.
     """
     files, config = RunFiles(trainer, began), trainer.config
-    trainer.callback_handler = WatchedCallbacks(trainer.callback_handler, lambda: trainer.optimizer_settings)
+
+    def taking() -> AbstractContextManager[None]:
+        # The constructor of the base class calls an event before there is a loop.
+        return trainer.loop.hooks.taking() if hasattr(trainer, "loop") else nullcontext()
+
+    watched = WatchedCallbacks(trainer.callback_handler, lambda: trainer.optimizer_settings, taking)
+    trainer.callback_handler = watched
     for callback in (files, StepEvents(trainer), ResumableSaves(config, owner=trainer.ranks.owner)):
         trainer.add_callback(callback)
     if not config.asks_for_progress_bar:
@@ -39,26 +46,4 @@ def add_callbacks(trainer: OnlineTrainer, began: float) -> RunFiles:
             trainer.remove_callback(printer)
         if not in_notebook():
             trainer.add_callback(LogLines())
-    take_hooks_of_callbacks(trainer)
     return files
-
-
-def take_hooks_of_callbacks(trainer: OnlineTrainer) -> None:
-    """Let the user's callbacks change hooks, forwards and attention functions; at the start also those of trackers."""
-    handler = trainer.callback_handler
-    call = handler.call_event
-
-    def changes(callback: Any, event: str) -> bool:
-        kind = type(callback)
-        own = ("lockstep.",) if event == "on_train_begin" else ("lockstep.", "transformers.")
-        inherits = getattr(kind, event, None) is getattr(TrainerCallback, event, None) and event not in vars(callback)
-        return not kind.__module__.startswith(own) and not inherits
-
-    def call_event(event: str, *given: Any, **named: Any) -> Any:
-        # The constructor of the base class calls an event before there is a loop.
-        if not hasattr(trainer, "loop") or not any(changes(callback, event) for callback in handler.callbacks):
-            return call(event, *given, **named)
-        with trainer.loop.hooks.taking():
-            return call(event, *given, **named)
-
-    handler.call_event = call_event

@@ -8,10 +8,11 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from lockstep.definitions.optimizer import SETTING_OF
 from lockstep.errors import ProofError
@@ -121,17 +122,24 @@ def say_changes(given: Any, changes: Sequence[Change], said: set[tuple[str, str]
 
 
 class WatchedCallbacks(CallbackHandler):
-    """Calls callbacks as the handler of transformers does, and notes what the user's callbacks change in the optimizer.
+    """Calls callbacks as the handler of transformers does, and notes what the user's callbacks change.
 
     Args:
         handler: the handler that it replaces.
         settings: gives the settings of the optimizer; None while there is no optimizer.
+        taking: makes a context in which hooks, forwards and attention functions may change. Trackers of transformers add hooks
+            when training begins.
     """
 
-    def __init__(self, handler: CallbackHandler, settings: Callable[[], OptimizerSettings | None]) -> None:
+    def __init__(
+        self,
+        handler: CallbackHandler,
+        settings: Callable[[], OptimizerSettings | None],
+        taking: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         # The callbacks and all else of the other handler, whose constructor has called them already.
         self.__dict__.update(vars(handler))
-        self._settings = settings
+        self._settings, self._taking = settings, taking
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Call an event of every callback, in their order."""
@@ -145,10 +153,19 @@ class WatchedCallbacks(CallbackHandler):
 
     def _call(self, callback: Any, event: str, args: Any, state: Any, control: Any, others: dict[str, Any]) -> Any:
         settings, kind = self._settings(), type(callback)
-        if settings is None or is_lockstep(kind) or top_module(kind) == "transformers":
+        of_library = top_module(kind) == "transformers"
+        with ExitStack() as watched:
+            if _has_own(callback, event) and not is_lockstep(kind):
+                if settings is not None and not of_library:
+                    watched.enter_context(settings.explained(f"callback {kind.__name__} ({event})"))
+                if not of_library or event == "on_train_begin":
+                    watched.enter_context(self._taking())
             return super().call_event(event, args, state, control, **others)
-        with settings.explained(f"callback {kind.__name__} ({event})"):
-            return super().call_event(event, args, state, control, **others)
+
+
+def _has_own(callback: Any, event: str) -> bool:
+    """Whether a callback does something at an event."""
+    return event in vars(callback) or getattr(type(callback), event, None) is not getattr(TrainerCallback, event, None)
 
 
 def _overridden(kind: type) -> bool:
