@@ -553,7 +553,11 @@ def with_database() -> Callable[..., Any]:
     return update_wrapper(product, multiply)
 
 
-@pytest.mark.parametrize(("tool", "max_staleness"), [(with_alarm, 0), (with_database, 0), (with_database, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("tool", "max_staleness"),
+    [(with_alarm, 0), (with_database, 0), (with_database, 1)],
+    ids=["signal", "SQLite", "SQLite, ahead"],
+)
 def test_a_tool_with_an_alarm_or_a_connection_works_as_one_without(
     tool: Callable[[], Any], max_staleness: int, make: Make
 ) -> None:
