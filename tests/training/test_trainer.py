@@ -392,7 +392,7 @@ def test_bad_data_is_named_before_a_model_is_loaded(tmp_path: Path) -> None:
         (lambda **_: 1 / 0, "raised ZeroDivisionError"),
         (lambda **_: [1.0], "returned 1 scores for 4 completions"),
         (lambda completions, **_: [float("nan")] * len(completions), "NaN for all 8"),
-        ([], "no reward function"),
+        ([], "No reward source provided"),
         (torch.nn.Linear(1, 1), "neither a function nor a reward model"),
         ("/no/such/reward-model", "does not exist"),
     ],
