@@ -6,7 +6,8 @@ dtypes, and random weights; the data sets have TRL's rows. What the programs wou
 
 - The tokenizer of every family is Qwen's. Its vocabulary is the file `qwen.tiktoken` of the package `dashscope`, of which nothing
   else is used. Its further tokens are listed here.
-- The configurations of text models are the defaults of transformers. Those of models for images are in `scripts/trl_stand_ins/vision.py`.
+- The configurations of text models are the defaults of transformers. Those of models for images are in
+  `scripts/trl_stand_ins/vision.py`.
 - Chat templates are those of the installed TRL.
 """
 

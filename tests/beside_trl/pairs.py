@@ -253,8 +253,8 @@ def norm(gradients: Iterable[torch.Tensor]) -> float:
     return sum(float(g.double().norm()) ** 2 for g in gradients) ** 0.5
 
 
-def assert_same_gradients(ours: Played, theirs: Played, *, cancels: float = CANCELS) -> None:
-    """Assert that whole gradients agree to 1e-5, the gradient of each parameter to 1e-4, and losses to 1e-5.
+def assert_same_gradients(ours: Played, theirs: Played, *, cancels: float = CANCELS, limit: float = 1e-5) -> None:
+    """Assert that whole gradients agree to `limit`, the gradient of each parameter to 1e-4, and losses to 1e-5.
 
     Where most of a step's gradient cancels out, a share of the largest step's gradient is added to its size, because sums of that
     size are rounded.
@@ -262,7 +262,7 @@ def assert_same_gradients(ours: Played, theirs: Played, *, cancels: float = CANC
     largest = max(norm(step.values()) for step in theirs.gradients)
     for step, (found, expected) in enumerate(zip(ours.gradients, theirs.gradients, strict=True)):
         size = max(norm(expected.values()), cancels * largest)
-        assert distance(found, expected) <= 1e-5 * size, step
+        assert distance(found, expected) <= limit * size, step
         for name, gradient in expected.items():
             assert norm([found[name] - gradient]) <= 1e-4 * (norm([gradient]) + 1e-2 * size), (name, step)
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5, abs=SUMS)

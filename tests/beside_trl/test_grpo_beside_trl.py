@@ -116,7 +116,8 @@ def test_gradients_and_loss_are_trls_in_float32(talkative_dir: str, tmp_path: Pa
         "num_iterations": 1,
     }
     mine, other = grpo(talkative_dir, tmp_path, engine, fields, dtype=torch.float32)
-    assert_same_gradients(mine, other, cancels=0.5)
+    # Rounding depends on the processor: 1.02e-5 (vespo, second step) on an Intel Xeon with AVX-512.
+    assert_same_gradients(mine, other, cancels=0.5, limit=2e-5)
 
 
 def test_the_settings_above_clip_and_correct(talkative_dir: str, tmp_path: Path, engine: Engine) -> None:

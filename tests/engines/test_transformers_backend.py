@@ -27,7 +27,8 @@ def test_a_model_of_the_same_class_is_trained_beside_the_engine(tmp_path: Path) 
         assert {base.__name__ for base in served.__bases__} == {"PhiModel", "TorchCompileWithNoGuardsWrapper"}
         assert what_vllm_changes() == before
         called: list[torch.nn.Module] = []
-        stage.model.base_model.register_forward_hook(lambda module, inputs, output: called.append(module))
+        with stage.trainer.loop.hooks.taking():
+            stage.model.base_model.register_forward_hook(lambda module, inputs, output: called.append(module))
         assert stage.step() > 0
         assert called
         # Another model of the class can be made while the engine runs.

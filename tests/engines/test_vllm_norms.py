@@ -9,7 +9,7 @@ from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.vllm.patches.norms import CPU_NORMS
+from lockstep.engines.vllm.patches.norms import CPU_NORMS, kernels_round
 
 pytestmark = [
     needs_vllm,
@@ -53,7 +53,10 @@ def test_a_norm_is_the_defined_one_and_leaves_its_input(
         # Heads of queries are a part of a larger tensor, whose rows do not follow each other.
         x = torch.cat([x, x], dim=1)[:, : size[1]]
     kernel, before = ir.ops.rms_norm.impls[CPU_NORMS], x.clone()
-    assert kernel.supports_args(x, weight, EPSILON)
+    if not kernel.supports_args(x, weight, EPSILON):
+        assert dtype == torch.bfloat16
+        assert not kernels_round(dtype)
+        return
     assert close(kernel.impl_fn(x, weight, EPSILON), defined(x, weight), dtype)
     assert torch.equal(x, before)
 
@@ -66,7 +69,10 @@ def test_a_norm_of_a_sum_also_returns_the_sum(seed: int, size: tuple[int, int, i
     x, residual, weight = inputs(seed, size, dtype)
     total, wanted = (x.float() + residual.float()).to(dtype), defined(x.double() + residual.double(), weight)
     kernel = ir.ops.fused_add_rms_norm.impls[CPU_NORMS]
-    assert kernel.supports_args(x, residual, weight, EPSILON)
+    if not kernel.supports_args(x, residual, weight, EPSILON):
+        assert dtype == torch.bfloat16
+        assert not kernels_round(dtype)
+        return
     normed, summed = kernel.impl_fn(x, residual, weight, EPSILON)
     assert torch.equal(summed, total)
     # The kernel reads the rounded sum. vLLM's definition rounds as often: before and after it multiplies by the weight.

@@ -42,8 +42,8 @@ def test_a_receipt_gets_earlier_alarms_and_a_resumed_run_says_none_again() -> No
 
 def test_the_live_panel_keeps_a_row_for_every_alarm() -> None:
     console = Console(file=io.StringIO(), width=100)
-    about = About("GRPO", "model", "runs", (1e-5, 1e-3))
-    view = LiveView(about, str, dict, lambda: None, console, alarms=lambda: ["tool look failed at all 8 calls"])
+    about = About("GRPO", "model", "runs")
+    view = LiveView(about, str, dict, lambda: None, dict, console, alarms=lambda: ["tool look failed at all 8 calls"])
     console.print(view.panel())
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "ALARM" in shown

@@ -41,7 +41,9 @@ SILENT = {
         sync/wire/groups/proof.py::SignedStore.get sync/wire/groups/proof.py::SignedStore.wait
         sync/wire/groups/proof.py::authenticate sync/wire/groups/proof.py::prove
         sync/wire/shared_memory.py::SharedMemoryTransport._send sync/wire/slots.py::_wait_for
-        training/generate/proofs/ahead.py::ProofsAhead.check_answer""",
+        training/generate/proofs/ahead.py::ProofsAhead.check_answer engines/errands.py::Errands.do_during
+        rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do
+        rollouts/scores/early_scores.py::EarlyScores.__exit__""",
     "a thread or loop that waits for its next work": """
         engines/http/call_loop.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
         environments/verifiers.py::VerifiersAgent._read gateway/streams.py::Heard.begins gateway/streams.py::Heard.until

@@ -79,7 +79,7 @@ def test_finish_reasons_may_be_given() -> None:
     ("given", "message"),
     [
         ([1, 2], "returned list, not a dict"),
-        (columns(logprobs=None), "no 'logprobs'"),
+        (columns(logprobs=None), r"must return keys \['logprobs'\]"),
         (columns(prompt_ids=[[1]]), "1 rows in 'prompt_ids' for 4 rollouts: it gets each prompt once per rollout"),
         (columns(score=[1.0]), "1 rows in 'score'"),
         (

@@ -21,7 +21,7 @@ from lockstep.training.step.generation import prepare_generation
     [
         (Dataset.from_dict({"prompt": []}), "is empty"),
         (Dataset.from_dict({"question": ["a"]}), r"no 'prompt' column, only \['question'\]"),
-        (None, "must be a datasets.Dataset, got NoneType"),
+        (None, "`train_dataset` is required"),
         ([{"prompt": "a"}], "got list"),
     ],
 )

@@ -581,8 +581,13 @@ def test_ctrl_c_during_a_call_ends_the_run_as_interrupted(make: Make) -> None:
         return a * b
 
     run = make(tools=[update_wrapper(product, multiply)])
-    with pytest.raises(KeyboardInterrupt):
-        run.train()
+    # A shell starts a program in the background without Python's handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert json.loads((Path(run.args.output_dir) / "end.json").read_text())["ended"] == "interrupted"
 
 

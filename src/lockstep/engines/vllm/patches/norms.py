@@ -2,11 +2,13 @@
 
 vLLM has the kernels (`_C.rms_norm`, `_C.fused_add_rms_norm`) and uses them on GPUs only. `register_norms` adds them to vLLM's list
 of implementations (vLLM's IR operations), in every process of an engine. `engines/vllm/arguments.py` asks for them by name. A norm
-that they do not support is computed by vLLM's default.
+that they do not support is computed by vLLM's default. On processors with AVX-512 and without its BF16 instructions, vLLM's kernels
+cut bits off where they should round; there they compute no bf16.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,7 +33,20 @@ def register_norms() -> None:
 
 
 def _supports_norm(x: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
-    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.shape[-1] % _VECTOR == 0
+    fits = variance_size is None and weight is not None and weight.dtype == x.dtype and x.shape[-1] % _VECTOR == 0
+    return fits and (x.dtype == torch.float32 or kernels_round(x.dtype))
+
+
+@cache
+def kernels_round(dtype: torch.dtype) -> bool:
+    """Whether vLLM's kernels round a sum of this dtype to the nearest number on this processor."""
+    ones, parts = (
+        torch.ones(1, _VECTOR, dtype=dtype),
+        torch.full((1, _VECTOR), 0.75 * torch.finfo(dtype).eps, dtype=dtype),
+    )
+    due = ones + parts
+    torch.ops._C.fused_add_rms_norm(parts, ones, torch.ones(_VECTOR, dtype=dtype), 1e-5)
+    return torch.equal(ones, due)
 
 
 def _norm(
