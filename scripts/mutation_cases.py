@@ -3154,8 +3154,8 @@ MUTATIONS = [
     Mutation(
         "a norm over a part of its input goes to the kernel",
         "engines/vllm/patches/norms.py",
-        "return variance_size is None and",
-        "return True and",
+        "fits = variance_size is None and",
+        "fits = True and",
         "tests/engines/test_vllm_norms.py",
     ),
     Mutation(

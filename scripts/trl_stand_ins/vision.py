@@ -1,8 +1,8 @@
 """Configs and processors of vision-language models, for the models that TRL's tests on images name.
 
 TRL's programs that make these models have the sizes, and read the rest from the published models; `scripts/trl_stand_ins/hub.py`
-gives them what is here instead. The processors need torchvision. `load_torchvision` imports it, also where it is a CUDA build beside a
-CPU build of torch. Without torchvision no such model is made, and TRL's tests on images fail for both columns.
+gives them what is here instead. The processors need torchvision. `load_torchvision` imports it, also where it is a CUDA build
+beside a CPU build of torch. Without torchvision no such model is made, and TRL's tests on images fail for both columns.
 """
 
 from __future__ import annotations
