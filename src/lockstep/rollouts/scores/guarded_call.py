@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 # Seconds between two attempts to end a function that ignores the first one, and the number of attempts after which it is said.
 _AGAIN, _ATTEMPTS = 1.0, 10
+# Seconds within which a thread that executes Python code raises an exception that was set in it.
+_DELIVERED = 0.1
 # Ends a call that blocks, in the main thread. Hardly any program uses it.
 _SIGNAL: signal.Signals | None = getattr(signal, "SIGVTALRM", None)
 # What a function has changed is said once per function.
@@ -117,6 +119,10 @@ def _limit(seconds: float, what: str) -> Iterator[threading.Event]:
                 else:
                     raised.set()
                     _raise_in(thread, _TooLate)
+            if number is None and not ended.wait(_DELIVERED):
+                with lock:
+                    if not ended.is_set():
+                        _withdraw(thread)
 
     before = None if number is None else signal.signal(number, handler)
     watcher = threading.Thread(target=watch, name="lockstep-reward-limit", daemon=True)
@@ -140,8 +146,19 @@ def _limit(seconds: float, what: str) -> Iterator[threading.Event]:
             signal.signal(number, before if before is not None else signal.SIG_DFL)
 
 
-def _raise_in(thread: int, error: type[BaseException]) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Let a thread raise an error when it next executes Python code. None: nothing that waits for this is raised any more."""
+    given = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), given)
+
+
+def _withdraw(thread: int) -> None:
+    """Take back an exception that a thread does not raise, because it waits in code that does not return to Python.
+
+    As long as it waits there, every other thread of Python 3.11 would look for it at every call (`_take_what_was_raised`).
+    """
+    _raise_in(thread, None)
+    _take_what_was_raised(threading.get_ident())
 
 
 def _take_what_was_raised(thread: int) -> None:
