@@ -36,7 +36,7 @@ CAUGHT_BY = {
     [
         ("qwen2_5_vl", "transformers", {"T3", "W6b"}),
         # Its parts of pictures have no axes.
-        ("smolvlm", "transformers", {"T3", "W6b", "T3g"}),
+        pytest.param("smolvlm", "transformers", {"T3", "W6b", "T3g"}, marks=pytest.mark.release),
         pytest.param("qwen2_5_vl", "vllm", set(), marks=[*VLLM, pytest.mark.long]),
         pytest.param("smolvlm", "vllm", {"T3g"}, marks=[*VLLM, pytest.mark.release]),
     ],

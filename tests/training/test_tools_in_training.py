@@ -620,7 +620,11 @@ def by_ledger(environments: list[Any], **_: Any) -> list[float]:
     return [environment.get_reward() for environment in environments]
 
 
-@pytest.mark.parametrize("fields", [{}, {"max_staleness": 1}, {"overlap_rewards": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"max_staleness": 1}, pytest.param({"overlap_rewards": True}, marks=pytest.mark.release)],
+    ids=str,
+)
 def test_an_environment_and_the_rewards_that_read_it_share_a_thread(fields: dict[str, Any], make: Make) -> None:
     run = make(environment_factory=Ledger, reward=by_ledger, **fields)
     run.train()
