@@ -141,7 +141,7 @@ def test_the_curves_are_of_sampled_tokens_that_both_sides_score_alike(found: Fou
         assert log["parity/checked_tokens"] > 0
         assert log["grad_norm"] > 0.05
     entries = check_entries(folder / "grpo-grpo")
-    assert [entry["kind"] for entry in entries] == ["start", "unproven", "step"]
+    assert [entry["kind"] for entry in entries] == ["start", "step", "unproven"]
 
 
 def test_a_rank_plays_the_forwards_of_the_others_without_weight(found: Found) -> None:

@@ -95,6 +95,8 @@ def _logs(folder: Path) -> str:
 def same_logs(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
     """Assert that logs are equal except for times and the last digits of float32."""
     for mine, theirs in zip(one, other, strict=True):
+        # Each rank counts the alarms of its own calls.
+        mine, theirs = ({k: v for k, v in log.items() if k != "alarms"} for log in (mine, theirs))
         assert mine.keys() == theirs.keys()
         for name in mine:
             if not name.startswith(("time/", "push/", "step_time", "train_", "checked/")):

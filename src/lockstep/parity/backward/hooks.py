@@ -108,7 +108,7 @@ class HeldHooks:
                 own = noted.get(place, ())
                 added = [one for one in new if not _among(one, old)]
                 noted[place] = (*(one for one in own if _among(one, new)), *added)
-                self._taken += [f"{place}: {name_of(one)}" for one in added]
+                self._taken += [f"{place}: {name_of(one)}" for one in added if not _is_of_a_library(one)]
 
     def check(self) -> None:
         """Compare.
