@@ -15,7 +15,12 @@ import torch
 
 from benchmarks.gpu_day.broken import told
 from benchmarks.gpu_day.measuring import Row, Sizes, device, give_memory_back, synchronize
-from benchmarks.gpu_day.parts import _given_rollouts, _let_flex_attention_learn_on_a_cpu, save_model
+from benchmarks.gpu_day.parts import (
+    _given_rollouts,
+    _let_flex_attention_learn_on_a_cpu,
+    _StopTraining,
+    save_model,
+)
 
 # Heads of queries, of keys, and their width: of a model of 7B.
 _HEADS, _KEYS, _WIDTH = 32, 8, 128
@@ -242,10 +247,6 @@ def timeline(sizes: Sizes) -> Iterator[Row]:
             yield row
 
 
-class _Stop(Exception):
-    """Ends a trainer's loop."""
-
-
 def _steps(player_of: Any, work: Any, model: str, rollouts: Path, full: bool, timed: bool) -> Row:
     steps: list[Row] = []
     kernels: list[Any] = []
@@ -264,7 +265,7 @@ def _steps(player_of: Any, work: Any, model: str, rollouts: Path, full: bool, ti
                     from torch.autograd import DeviceType
 
                     kernels.extend(e for e in profiler.events() if e.device_type == DeviceType.CUDA)
-                    raise _Stop
+                    raise _StopTraining
                 steps.append({"step": took, **player.take()})
             if len(steps) >= 4 and device().type == "cuda" and not timed:
                 from torch.profiler import ProfilerActivity, profile
@@ -272,7 +273,7 @@ def _steps(player_of: Any, work: Any, model: str, rollouts: Path, full: bool, ti
                 profiler = profile(activities=[ProfilerActivity.CUDA])
                 profiler.__enter__()
             elif len(steps) >= 4:
-                raise _Stop
+                raise _StopTraining
             self.since = time.perf_counter()
 
     if timed:
@@ -280,7 +281,7 @@ def _steps(player_of: Any, work: Any, model: str, rollouts: Path, full: bool, ti
     player = player_of(work, model, "bfloat16" if full else "float32", rollouts, "lockstep")
     if device().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(_Stop):
+    with contextlib.suppress(_StopTraining):
         player.run(Gate())
     if close := getattr(player.trainer, "close", None):
         close()

@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
 
 import pytest
+from python_steps import steps_of_python
 
 from lockstep.rollouts.scores.guarded_call import OutOfTime, ended_within
-
-
-def opcodes_of(work: Callable[[], object]) -> int:
-    """The number of Python's instructions, as a debugger would see them."""
-    count = 0
-
-    def traced(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return traced
-
-    before = sys.gettrace()
-    sys.settrace(traced)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 @pytest.mark.timeout(60)
@@ -45,7 +24,7 @@ def test_a_traced_function_begins_while_a_call_in_another_thread_blocks() -> Non
     thread = threading.Thread(target=blocks, daemon=True)
     thread.start()
     assert not late.wait(0.6)
-    counts = {opcodes_of(lambda: sum(range(10))) for _ in range(20)}
+    counts = {steps_of_python(lambda: sum(range(10))) for _ in range(20)}
     release.set()
     assert len(counts) == 1
     thread.join(30)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, pairwise
-from types import FrameType
 
 import numpy as np
 from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
+from python_steps import steps_of_python
 
 from lockstep.training.batch.pack_plan import cut_rows, cut_tree
 from lockstep.training.batch.tree import SortedPaths
@@ -162,29 +160,6 @@ def test_groups_that_fit_into_the_budget_stay_apart() -> None:
     first, second = agent(57, 3, 45), agent(57, 3, 46)
     units = [*first[0], *([(path[0] + 1, *path[1:])] for (path,) in second[0])]
     assert cut(units, [57] * 6, 205, 512) == [range(3), range(3, 6)]
-
-
-def steps_of_python(work: Callable[[], object]) -> int:
-    """How many instructions of Python's a piece of work takes; what NumPy does within one of them is not counted."""
-    count = 0
-
-    def traced(frame: FrameType, event: str, argument: object) -> Callable[..., object]:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return traced
-
-    before = sys.gettrace()
-    # What other tests have left is collected before, and not counted.
-    gc.collect()
-    gc.disable()
-    sys.settrace(traced)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-        gc.enable()
-    return count
 
 
 def test_python_does_the_same_work_however_long_the_completions_are() -> None:
