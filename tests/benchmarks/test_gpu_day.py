@@ -36,7 +36,7 @@ for name in gpu_day.PARTS:
 """
 
 
-@pytest.mark.long
+@pytest.mark.release
 def test_every_part_runs_at_a_tiny_size_and_finds_right_gradients(tmp_path: Path) -> None:
     environment = gpu_day._environment("")
     command = [sys.executable, "-c", REHEARSAL]

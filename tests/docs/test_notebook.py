@@ -14,7 +14,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_run.ipynb"
 
 @pytest.mark.vllm
 @needs_vllm
-@pytest.mark.long
+@pytest.mark.release
 def test_the_notebook_runs_and_shows_a_panel_that_is_replaced(
     untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,7 @@
 """Each family on a real vLLM server: two proven steps in fp32 and in bf16, and faults on the way and in the server.
 
-CI has one family per implementation of reading pictures. The server in bf16 is tested before a release; in CI,
-`test_families_on_vllm.py` has bf16.
+CI has Qwen3-VL, whose layout asks most of a server. `test_families_on_vllm.py` has bf16 and one family per implementation of
+reading pictures. The others, and the server in bf16, are tested before a release.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ from lockstep.parity.weights.module_probe import ModuleProbe
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT, BF16_LIMIT = 1e-3, 0.15
-# Qwen2.5-VL has its fp32 tests elsewhere; Idefics3 and SmolVLM are one implementation, Qwen2-VL and Qwen2.5-VL too.
-OF_RELEASES = {"qwen2_vl", "qwen2_5_vl", "idefics3"}
 
 
-@pytest.fixture(scope="module", params=portion(IN_VLLM, lambda family: family not in OF_RELEASES))
+@pytest.fixture(scope="module", params=portion(IN_VLLM, lambda family: family == "qwen3_vl"))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

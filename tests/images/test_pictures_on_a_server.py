@@ -1,7 +1,7 @@
 """Pictures on a real vLLM server: two GRPO steps are proven to the last token, and faults on the way and in it are found.
 
-Faults of the trainer, and weights over gloo, are tested here before a release. In CI, `test_pictures_in_training.py` has the faults
-of the trainer, and `tests/server` has gloo.
+Faults of the trainer, faults of vLLM's own reading, and weights over gloo, are tested here before a release. In CI,
+`test_pictures_in_training.py` has the first, `test_pictures_on_vllm.py` the second, and `tests/server` has gloo.
 """
 
 from __future__ import annotations
@@ -198,6 +198,7 @@ def test_other_pixels_under_the_digest_of_a_picture_are_found(
     assert broken(folder, tmp_path, engine) == proof
 
 
+@pytest.mark.release
 def test_another_resize_is_found_by_the_gap_if_the_server_does_not_report_what_it_encoded(
     folder: str, tmp_path: Path, engine: VLLMServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +216,7 @@ def shown_by(folder: str, rows: list[dict[str, Any]]) -> list[Any]:
     return [reader.read(row)[1] for row in rows]
 
 
+@pytest.mark.release
 def test_placeholders_that_are_repeated_twice_are_found_by_the_echo(
     folder: str, tmp_path: Path, engine: VLLMServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +230,7 @@ def test_placeholders_that_are_repeated_twice_are_found_by_the_echo(
     assert broken(folder, tmp_path, engine) == "echo"
 
 
+@pytest.mark.release
 def test_pictures_in_the_wrong_order_are_found_by_the_gap(
     folder: str, tmp_path: Path, engine: VLLMServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +239,7 @@ def test_pictures_in_the_wrong_order_are_found_by_the_gap(
     assert broken(folder, tmp_path, engine, same_grid_rows(pictures=2)) == "gap"
 
 
+@pytest.mark.release
 def test_the_picture_of_another_row_is_found_by_the_gap(
     folder: str, tmp_path: Path, engine: VLLMServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

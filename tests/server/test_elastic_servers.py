@@ -168,6 +168,7 @@ def kill_for_good(server: Server) -> None:
     server.supervisor.wait(60)
 
 
+@pytest.mark.release
 def test_a_server_that_does_not_come_back_leaves_and_joins_again_when_it_is_back(
     server: Server, untied_dir: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -175,6 +175,7 @@ def slow_links(cluster: Cluster) -> None:
         host.limit("20mbit")
 
 
+@pytest.mark.release
 def test_links_that_fall_silent_or_slow_and_a_server_host_that_restarts_change_nothing(cluster: Cluster) -> None:
     programs = cluster.start("disturbed", [cluster.first, cluster.second])
     for step, disturb in enumerate((unplug_a_server, unplug_a_rank, kill_a_server, slow_links), 1):

@@ -25,7 +25,7 @@ pytest.importorskip("liger_kernel", reason="Liger is not installed here")
 
 
 # Triton's interpreter takes its time.
-@pytest.mark.long
+@pytest.mark.release
 def test_training_with_the_kernels_of_the_gpu_is_training_without(untied_dir: str, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__).parent / "interpreted_liger.py"), untied_dir, str(tmp_path)]
     done = subprocess.run(
