@@ -155,7 +155,16 @@ def test_a_gradient_that_turns_wrong_later_stops_the_run_before_the_optimizer_us
 
 @pytest.mark.parametrize(
     "fault",
-    [parameters_reversed, accumulated_reversed, layer_doubled, attention_reversed, forward_replaced, backward_replaced],
+    [
+        parameters_reversed,
+        accumulated_reversed,
+        layer_reversed,
+        layer_doubled,
+        layer_zeroed,
+        attention_reversed,
+        forward_replaced,
+        backward_replaced,
+    ],
 )
 def test_a_gradient_that_is_wrong_from_the_beginning_stops_the_first_step(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, fault: Fault
@@ -169,6 +178,9 @@ def test_a_gradient_that_is_wrong_from_the_beginning_stops_the_first_step(
     [
         (parameters_reversed, r"gradient hook of model\.embed_tokens\.weight is torch.*neg"),
         (accumulated_reversed, r"hook after the accumulation of .* is test_step_gradient\.accumulated_reversed"),
+        (layer_reversed, r"gradient hook of model\.layers\.0\.\S+ is torch.*neg"),
+        (layer_doubled, r"gradient hook of model\.layers\.0\.\S+ is test_step_gradient\.layer_doubled"),
+        (layer_zeroed, r"gradient hook of model\.layers\.0\.\S+ is torch.*zeros_like"),
         (attention_reversed, r"attention function 'lockstep_tree' is test_step_gradient\.attention_reversed"),
         (forward_replaced, r"forward of model\.layers\.1\.mlp is test_step_gradient\.forward_replaced"),
         (backward_replaced, r"backward of the trainer is test_step_gradient\.backward_replaced"),
