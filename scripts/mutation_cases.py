@@ -1143,6 +1143,20 @@ MUTATIONS = [
         f"{BACKWARD}::test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared",
     ),
     Mutation(
+        "a part in half precision is not compared with itself",
+        "parity/backward/finite_differences.py",
+        "if not apart <= limit:",
+        "if False:",
+        f"{BACKWARD}::test_a_part_of_a_certain_policy_passes_in_bf16_and_its_faults_are_found",
+    ),
+    Mutation(
+        "sums in half precision are over sampled ids",
+        "training/step/model_gradient.py",
+        "if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:",
+        "if False:",
+        f"{BACKWARD}::test_a_policy_that_is_certain_has_right_gradients_in_bf16_too",
+    ),
+    Mutation(
         "one drawn sum is enough for an error",
         "training/step/model_gradient.py",
         "if limit < distances[0] < math.inf else ():",

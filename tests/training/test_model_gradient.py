@@ -153,6 +153,81 @@ def test_a_gradient_that_vanishes_in_float32_is_no_distance_and_a_real_one_is() 
     assert exact.distance() > 1e10
 
 
+@pytest.fixture(scope="module")
+def certain() -> PreTrainedModel:
+    """A policy that is nearly certain of every token: in bf16 the rounding of 1 − p is larger than 1 − p."""
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight *= 16
+    return model
+
+
+def test_a_policy_that_is_certain_has_right_gradients_in_bf16_too(certain: PreTrainedModel, tmp_path: Path) -> None:
+    policy = policy_of(certain, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert (checked(policy, tmp_path, bf16=True) or 1.0) < 1e-3
+
+
+def finished(policy: Policy, folder: Path, during: Callable[[], contextlib.AbstractContextManager[Any]]) -> float:
+    """The error of a part of one sequence. `during` is a context for its pass through the model."""
+    sequences = draw(policy.model, PROMPTS, (6, 3, 6), PLAIN, 1)
+    settings = config(folder, bf16=True, temperature=PLAIN.temperature, seed=3)
+    proof = ModelGradient(lambda: [policy.model], settings, 0, entropies=False)
+    proof._is_first = False
+    proof.begin(policy, sequences, [sequences], module.EVERY - 3)
+    assert proof.part is not None
+    try:
+        with during():
+            for own in proof.part.split(sequences):
+                for pack in policy.packs(own, settings):
+                    scores = policy.score(pack, settings, entropy_gradient=False)
+                    with proof.part.watch(pack, scores):
+                        scores.logps.sum().backward()
+        return proof.finish(policy, sequences, module.EVERY - 3).figures["checked/step_gradient_error"]
+    finally:
+        for p in policy.model.parameters():
+            p.grad = None
+
+
+@contextlib.contextmanager
+def turned(model: PreTrainedModel, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    handles = [p.register_hook(change) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def test_a_part_of_a_certain_policy_passes_in_bf16_and_its_faults_are_found(
+    certain: PreTrainedModel, tmp_path: Path
+) -> None:
+    policy = policy_of(certain, autocast=lambda: torch.autocast("cpu", torch.bfloat16))
+    assert finished(policy, tmp_path, contextlib.nullcontext) < 0.03
+
+    # In the step alone: the same gradient, computed again, is another one.
+    for change in (torch.neg, torch.zeros_like, lambda gradient: 2 * gradient):
+        with pytest.raises(ProofError, match="away from the same gradient, computed once more"):
+            finished(policy, tmp_path, lambda change=change: turned(certain, change))
+    # In every backward: the slope of the plain forward is another one.
+    with turned(certain, torch.neg), pytest.raises(ProofError, match="the backward gives a slope of"):
+        finished(policy, tmp_path, contextlib.nullcontext)
+
+    # In every backward under autocast: the gradient without autocast is another one.
+    passes: list[bool] = []
+    real = Policy.score
+
+    def score(self: Policy, *args: Any, **kwargs: Any) -> Any:
+        passes.append(self.autocast is policy.autocast)
+        return real(self, *args, **kwargs)
+
+    with (
+        patch.object(Policy, "score", score),
+        turned(certain, lambda gradient: -gradient if passes[-1] else gradient),
+        pytest.raises(ProofError, match="with autocast the gradient"),
+    ):
+        finished(policy, tmp_path, contextlib.nullcontext)
+
+
 def _checked_with_wrong_autocast(
     policy: Policy, folder: Path, times: int, wrong: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[bool]:

@@ -175,6 +175,19 @@ class Added:
         norms = {n: 0.0 if p.grad is None else _norm(p.grad) for n, p in self.named.items()}
         self.sizes = _sizes(self.named, norms)
 
+    def read_again(self) -> Added:
+        """The gradients that the tensors hold now, along the same direction. None of them may have held one before."""
+        found = copy.copy(self)
+        found._along = {n: self._along_now(n) for n in self.named}
+        found.sizes = _sizes(self.named, {n: 0.0 if p.grad is None else _norm(p.grad) for n, p in self.named.items()})
+        return found
+
+    def apart(self, other: Added) -> float:
+        """How far both gradients are apart, over the parts along the direction in each tensor, in sizes of the other one."""
+        own, others = (np.array([size * found._along[n] for n, size in other.sizes.items()]) for found in (self, other))
+        apart, size = float(np.linalg.norm(own - others)), float(np.linalg.norm(others))
+        return max(apart - _VANISHES, 0.0) / max(size, 1e-300)
+
     def scaled(self, factor: float) -> Added:
         """A copy in which the gradient is multiplied by a factor."""
         found = copy.copy(self)
@@ -239,6 +252,31 @@ def check_added(added: Added, drawn: Drawn, limit: float) -> float | None:
         _CAUSE,
         _FIX,
     )
+
+
+def check_repeated(added: Added, again: Added, drawn: Drawn, limit: float) -> float:
+    """Compare what a part of a step has added to the gradients with the gradient of the same part, computed once more.
+
+    Args:
+        again: the same coefficients, scores and precision, outside of the step.
+        limit: how far both may be apart, in sizes of the gradient.
+
+    Returns:
+        How far they are apart.
+
+    Raises:
+        ProofError: they are further apart than the limit.
+    """
+    apart = added.apart(again)
+    if not apart <= limit:
+        raise ProofError(
+            "model_gradient",
+            f"what {drawn.completions[0].key} adds to the gradients of this step is {apart:.2g} of its size away from the same "
+            f"gradient, computed once more (at most {limit:g})",
+            "something changes gradients during the steps alone: the accumulation, a scaler, or a hook that acts at times",
+            _FIX,
+        )
+    return apart
 
 
 class _Comparable(Protocol):

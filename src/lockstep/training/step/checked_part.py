@@ -54,6 +54,11 @@ class CheckedPart:
         own = [s for s in sequences if s.name in self._names]
         return [part for part in (own, [s for s in sequences if s.name not in self._names]) if part]
 
+    @property
+    def sequences(self) -> Sequence[TrainingSequence]:
+        """The sequences of the part, in the order of their pack."""
+        return self._pack
+
     @contextmanager
     def watch(self, pack: Pack, scores: TokenScores) -> Iterator[None]:
         """A context for the loss of a pack and its backward. What the pack of the part adds to the gradients is kept."""

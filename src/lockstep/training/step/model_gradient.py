@@ -3,7 +3,11 @@
 `training/loop.py` calls it. At the first step of a run or a resume, and at every 50th step, a drawn sum of scores goes through the
 model before the step's first forward, and is compared in float64. At every tenth step, a drawn part of the step itself is compared:
 what its backward adds to `.grad`, through all hooks, before gradients are clipped. That is compared in float32, and where it is
-over a part of its limit, the comparisons in float64 decide. Neither weights nor random numbers nor gradients are changed.
+over a part of its limit, other comparisons decide. Neither weights nor random numbers nor gradients are changed.
+
+In half precision the gradient of a log-prob says little where the policy is nearly certain of its token: 1 − p is then as small
+as its rounding. So sums are drawn there over ids that were not sampled, and a part in doubt is compared with itself, computed
+again.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ from lockstep.engines.protocol import Sampling
 from lockstep.errors import ProofError
 from lockstep.models.quantised import is_quantised
 from lockstep.parity.backward.finite_differences import (
+    Added,
     Directions,
     Drawn,
     check_added,
     check_computed_gradient,
     check_model_gradient,
+    check_repeated,
 )
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.tolerances import gradient_limit
@@ -46,8 +52,6 @@ EVERY_SUM = 50
 # The part of a limit over which a comparison in float32 is made again in float64. In half precision a common factor of all
 # gradients is off by some hundredths. In single precision rounding falls with the root of the number of tensors.
 _DOUBT_HALF, _DOUBT_SINGLE, _TENSORS = 0.25, 0.125, 20
-# Limit for the gradient of one part in half precision. A gradient that is lost, doubled or reversed is 1 to 2 sizes away.
-_HALF_LIMIT = 0.8
 # Completions of a drawn sum, and ids of each: the end of its prompt, and the beginning of the completion.
 _COMPLETIONS, _PROMPT, _IDS = 2, 32, 12
 # Drawn sums, if the gradient of the first one in half precision is over the limit.
@@ -140,23 +144,51 @@ class ModelGradient:
         if part is None:
             return Checked({})
         named, found = self._named(), part.gradient(policy.model, policy.critic)
-        dtype = self._config.precision.dtype_of(policy.model)
-        limit, is_half = gradient_limit(dtype), dtype not in (torch.float32, torch.float64)
+        limit, is_coarse = self._limit(policy)
         if found is not None:
             added, drawn = found
             distance = self._computed(lambda: added.distance(drawn))
-            doubt = _DOUBT_HALF if is_half else _DOUBT_SINGLE * min(1.0, math.sqrt(_TENSORS / len(named)))
+            doubt = _DOUBT_HALF if is_coarse else _DOUBT_SINGLE * min(1.0, math.sqrt(_TENSORS / len(named)))
             if distance is not None and distance <= doubt * limit:
                 return Checked({"checked/step_gradient_error": distance})
         # In doubt, and where the part has no gradient at all, a drawn sum goes through the model as at the first step.
         with _set_aside(named):
             checked = self._sum_checked(policy, sequences, named, step)
-        if found is None:
-            return checked
-        error = self._computed(lambda: check_added(added, drawn, _HALF_LIMIT if is_half else limit))
+            if found is None:
+                return checked
+            if is_coarse:
+                error = self._checked_again(policy, part.sequences, added, drawn, limit)
+            else:
+                error = self._computed(lambda: check_added(added, drawn, limit))
         if error is None:
             return Checked(checked.figures, self._unproven)
         return Checked(checked.figures | {"checked/step_gradient_error": error})
+
+    def _checked_again(
+        self, policy: Policy, sequences: Sequence[TrainingSequence], added: Added, drawn: Drawn, limit: float
+    ) -> float | None:
+        """How far what a part has added is from the same gradient, computed again. No trained tensor may hold a gradient.
+
+        Under autocast the part is also computed without it, and compared with the slope of the plain forward.
+        """
+        with self._gradients(policy, sequences, drawn.coefficients, added.named):
+            error = check_repeated(added, added.read_again(), drawn, _DOUBT_HALF * limit)
+        if self._has_exact(policy):
+            exactly = replace(policy, autocast=nullcontext)
+            with self._gradients(exactly, sequences, drawn.coefficients, added.named):
+                exact = added.read_again()
+            if self._computed(lambda: check_added(exact, drawn, gradient_limit(torch.float32))) is None:
+                return None
+        return error
+
+    def _limit(self, policy: Policy) -> tuple[float, bool]:
+        """The limit for gradients, and whether the trainer's rounding may be as large as the gradient of a log-prob."""
+        limit = gradient_limit(self._config.precision.dtype_of(policy.model))
+        return limit, limit > gradient_limit(torch.float64)
+
+    def _has_exact(self, policy: Policy) -> bool:
+        """Whether the policy computes in fewer digits than its weights have, so that its gradients exist without that too."""
+        return self._config.precision.autocast is not None and policy.model.dtype == torch.float32
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
         return {
@@ -192,7 +224,7 @@ class ModelGradient:
         )
         precision = self._config.precision
         autocast = precision.autocast
-        if autocast is None or policy.model.dtype != torch.float32:
+        if autocast is None or not self._has_exact(policy):
             with self._gradients(policy, chosen, factors, named):
                 return self._computed(
                     lambda: check_model_gradient(drawn, named, seed, gradient_limit(precision.dtype_of(policy.model)))
@@ -221,6 +253,11 @@ class ModelGradient:
         """Drawn sequences, cut, and the (3, N) factors of their log-probs, entropies and values."""
         draws = np.random.default_rng(seed)
         chosen = [_cut(s) for s in _pair(sequences, draws)]
+        if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:
+            # Ids of pictures stand for their pixels, which other texts do not have.
+            texts = [s for s in sequences if s.pictures is None] or chosen
+            ids = np.unique(np.concatenate([part for s in texts for part in (s.prompt_ids, s.completion_ids)]))
+            chosen = [s.but(completion_ids=draws.choice(ids, len(s.completion_ids))) for s in chosen]
         size = sum(s.length for s in chosen)
         used = (True, self._entropies, policy.critic is not None)
         signs = draws.integers(0, 2, (3, size)) * 2.0 - 1.0
