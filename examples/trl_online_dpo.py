@@ -34,11 +34,13 @@ def questions(rows: int) -> Dataset:
 def main(model_name: str, reward_name: str, **settings: object) -> OnlineDPOTrainer:
     """Train, save, and return the trainer."""
     args = OnlineDPOConfig(**{**SETTINGS, "reward_model_path": reward_name, **settings})
-    model = AutoModelForCausalLM.from_pretrained(model_name, dtype="float32")
-    reward_model = AutoModelForSequenceClassification.from_pretrained(reward_name, num_labels=1)
-    tokenizer = AutoTokenizer.from_pretrained(model_name, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype="float32", trust_remote_code=False)
+    reward_model = AutoModelForSequenceClassification.from_pretrained(
+        reward_name, num_labels=1, trust_remote_code=False
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model_name, padding_side="left", trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    reward_tokenizer = AutoTokenizer.from_pretrained(reward_name, truncation_side="left")
+    reward_tokenizer = AutoTokenizer.from_pretrained(reward_name, truncation_side="left", trust_remote_code=False)
     trainer = OnlineDPOTrainer(
         model=model,
         reward_funcs=reward_model,

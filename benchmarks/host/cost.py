@@ -117,9 +117,10 @@ class Tokenizer:
     def __init__(self, watch: RowClock, real: Any = None) -> None:
         from transformers import AutoTokenizer
 
+        from lockstep.model_files import load_files
         from lockstep.models.packaged import packaged_model_dir
 
-        self._real, self._watch = real or AutoTokenizer.from_pretrained(packaged_model_dir()), watch
+        self._real, self._watch = real or load_files(AutoTokenizer, str(packaged_model_dir())), watch
         self.size = len(self._real)
 
     def decode(self, *args: Any, **kwargs: Any) -> str:

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.engines.filters.sampling import filtered
 from lockstep.engines.protocol import Sampling
+from lockstep.model_files import load_files
 from lockstep.models.resolve import resolve_model
 from lockstep.tokens.arrays import reals
 from lockstep.tokens.kept_ids import KeptIds
@@ -76,8 +77,8 @@ def states(rows: int) -> tuple[Any, torch.Tensor, int, torch.Tensor, torch.Tenso
     """The model, its completions, their start, and for each sampled token the hidden state (rows, width) and logits (rows, V)."""
     path = resolve_model("smollm2-135m-instruct")
     model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(path),
+        load_files(AutoModelForCausalLM, path, dtype=torch.float32),
+        load_files(AutoTokenizer, path),
     )
     messages = [{"role": "user", "content": PROMPT}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -193,11 +193,12 @@ def main() -> None:
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from lockstep.model_files import load_files
     from lockstep.models.resolve import resolve_model
 
     path = resolve_model(args.model)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = load_files(AutoTokenizer, path)
+    model = load_files(AutoModelForCausalLM, path, dtype=torch.float32).eval()
     prompts = [tokenizer(text)["input_ids"][:_PROMPT] for text in _PROMPTS]
     torch.manual_seed(0)
     rows, clean = {}, None

@@ -107,7 +107,9 @@ def _implementation(model: str) -> str:
     from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    (architecture,) = AutoConfig.from_pretrained(model).architectures
+    from lockstep.model_files import load_files
+
+    (architecture,) = load_files(AutoConfig, model).architectures
     registered = getattr(ModelRegistry.models.get(architecture), "class_name", "Transformers")
     return "Transformers backend" if registered.startswith("Transformers") else "vLLM's own"
 

@@ -198,6 +198,7 @@ def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) ->
     """
     from transformers import AutoConfig
 
+    from lockstep.model_files import load_files
     from lockstep.models.policy import BAD_FILES
     from lockstep.models.resolve import resolve_model
     from lockstep.models.vision import reads_pictures
@@ -206,7 +207,7 @@ def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) ->
     name = arguments.model or arguments.model_name_or_path
     assert name is not None
     try:
-        if not reads_pictures(AutoConfig.from_pretrained(resolve_model(name))):
+        if not reads_pictures(load_files(AutoConfig, resolve_model(name))):
             return None
     except BAD_FILES:
         # Loading the model says what is wrong with it.

@@ -47,6 +47,7 @@ from lockstep.engines.transformers_probe import list_modules, output_of
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import InputError, LockstepError
 from lockstep.images.pictures import model_inputs
+from lockstep.model_files import load_files
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
@@ -100,8 +101,8 @@ class TransformersEngine:
         fp32_head: bool = False,
     ) -> None:
         try:
-            loaded = model_class(AutoConfig.from_pretrained(model))
-            self._model: PreTrainedModel = loaded.from_pretrained(model, dtype=dtype).eval()
+            kind = model_class(load_files(AutoConfig, model))
+            self._model: PreTrainedModel = load_files(kind, model, dtype=dtype).eval()
         except (OSError, ValueError) as error:
             raise InputError(f"transformers cannot load {model}: {error}") from error
         if getattr(self._model.config.get_text_config(), "attn_logit_softcapping", None) is not None:

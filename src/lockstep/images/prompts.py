@@ -21,6 +21,7 @@ from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.processing import InPatches, InTiles
 from lockstep.images.reading import images_of_row, opened, parts_of_row, with_fetched, with_pictures
 from lockstep.images.urls import NO_URLS, ImageUrls, is_url
+from lockstep.model_files import load_files
 from lockstep.models.vision import reads_tiles
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.chat import render_prompt, template_of
@@ -60,7 +61,7 @@ class ImagePrompts:
         config: Any = model.config
         try:
             # The limits are set on it.
-            processor = AutoImageProcessor.from_pretrained(path) if processor is None else copy.deepcopy(processor)
+            processor = load_files(AutoImageProcessor, path) if processor is None else copy.deepcopy(processor)
         except (OSError, ValueError, ImportError) as error:
             raise InputError(f"model {path} comes without a usable image processor: {error}") from error
         limits.set_sizes(processor, config)

@@ -110,7 +110,9 @@ def _convert(source: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
+    from lockstep.model_files import load_files
+
+    loaded = load_files(AutoModelForCausalLM, str(source), gguf_file=_GGUF, dtype=torch.float32)
     settings = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(key, None)
@@ -123,7 +125,7 @@ def _convert(source: Path, target: Path) -> None:
     staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
         model.save_pretrained(staging)
-        AutoTokenizer.from_pretrained(source, gguf_file=_GGUF).save_pretrained(staging)
+        load_files(AutoTokenizer, str(source), gguf_file=_GGUF).save_pretrained(staging)
         # Another process may have finished first. Its directory has the same content.
         if not target.exists():
             staging.rename(target)

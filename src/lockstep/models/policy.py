@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from lockstep.errors import InputError
+from lockstep.model_files import load_files
 from lockstep.models.loaded_checks import refuse_incomplete
 from lockstep.models.vision import model_class
 
@@ -36,15 +37,14 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
             refused.
     """
     check_init_kwargs(model_init_kwargs or {})
-    # Set to False explicitly. Without this argument transformers would ask the user on the terminal.
-    kwargs = {"dtype": torch.float32, **(model_init_kwargs or {}), "trust_remote_code": False}
+    kwargs = {"dtype": torch.float32, **(model_init_kwargs or {})}
     # With these, transformers lists tensors of another shape instead of raising, and the error here can name them.
     kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = load_files(AutoConfig, path)
         if getattr(config, "quantization_config", None) is not None:
             raise InputError(f"model {path} is quantised; training needs its full-precision weights")
-        model, report = model_class(config).from_pretrained(path, **kwargs)
+        model, report = load_files(model_class(config), path, **kwargs)
     except BAD_FILES as error:
         if isinstance(error, InputError):
             raise
@@ -63,6 +63,11 @@ def check_init_kwargs(model_init_kwargs: Mapping[str, Any]) -> None:
         raise InputError(
             f"model_init_kwargs.trust_remote_code={model_init_kwargs['trust_remote_code']!r} is not supported, only False is: code "
             "that comes with a model is not run"
+        )
+    if not model_init_kwargs.get("weights_only", True):
+        raise InputError(
+            "model_init_kwargs.weights_only=False is not supported: it unpickles whatever the files of the weights contain, which "
+            "runs code; leave it out"
         )
 
 

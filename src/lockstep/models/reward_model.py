@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
+from lockstep.model_files import load_files
 from lockstep.models.loaded_checks import check_finite, refuse_incomplete
 from lockstep.models.policy import BAD_FILES, first_line, switch_off_dropout
 
@@ -141,10 +142,17 @@ def load_reward_model(path: str) -> PreTrainedModel:
         InputError: there is no such model, or a tensor is missing from its files (for example the head, if it is a language model).
     """
     try:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype="auto", ignore_mismatched_sizes=True, output_loading_info=True
+        model, report = load_files(
+            AutoModelForSequenceClassification,
+            path,
+            num_labels=1,
+            dtype="auto",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
     except BAD_FILES as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"cannot load a reward model with one output from {path}: {first_line(error)}") from error
     # The files of a classifier that was made from a language model may still have that model's output head.
     refuse_incomplete(f"reward model {path} (with one output)", report, unused=("lm_head.",))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lockstep.model_files import build_empty, load_files
+
 # vLLM's server opens its endpoints for adapters only with this environment variable.
 ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 # Number of adapters that may compute in one step. Requests end with the adapter that they began with, so that the two newest
@@ -47,7 +49,7 @@ def linear_layers(model: str) -> list[str]:
     """
     try:
         with torch.device("meta"):
-            empty_model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+            empty_model = build_empty(AutoModelForCausalLM, load_files(AutoConfig, model))
     except (ValueError, KeyError, ImportError):
         return []
     head = empty_model.get_output_embeddings()

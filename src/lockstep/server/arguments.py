@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lockstep.engines.vllm.arguments import REFUSED
+from lockstep.engines.vllm.arguments import OWN_CODE, REFUSED
 from lockstep.errors import InputError
 
 # `lockstep serve` sets these itself. With another value, the server would be open to others or unusable for a trainer.
@@ -28,21 +28,17 @@ _SET_BY_SERVE = frozenset(
         "worker_extension_cls",
     }
 )
-# These would make the server run code or a model that the proofs do not examine.
+# These would make the server run a worker, an adapter or a model that the proofs do not examine.
 _NOT_PROVEN = frozenset(
     {
-        "code_revision",
         "default_mm_loras",
         "enable_prompt_embeds",
-        "hf_config_path",
         "kv_offloading_backend",
         "kv_offloading_size",
         "lora_modules",
-        "model_class_overrides",
         "quantization_config",
         "scheduler_cls",
         "tokenizer_revision",
-        "trust_remote_code",
         "worker_cls",
     }
 )
@@ -106,6 +102,8 @@ def check_names(names: Iterable[str]) -> None:
             f"the command line may not set {_listed(copies)}: a trainer cannot distinguish the copies inside one server; start as "
             "many servers, each on a port of its own, and give all of their URLs"
         )
+    if code := OWN_CODE & given:
+        raise InputError(f"the command line may not set {_listed(code)}: code that comes with a model is not run")
     if other := {name for name in given if name in REFUSED | _NOT_PROVEN or name.startswith("spec")}:
         raise InputError(
             f"the command line may not set {_listed(other)}: the log-probs would differ, or no proof would find a fault"

@@ -25,6 +25,7 @@ from lockstep.engines.vllm.arguments import (
 from lockstep.engines.vllm.requests.pictures import picture_arguments
 from lockstep.engines.vllm.workers.environment import LOOPBACK, cpu_settings
 from lockstep.errors import InputError
+from lockstep.model_files import load_files
 from lockstep.models.policy import context_length
 from lockstep.models.vision import reads_pictures
 from lockstep.server.adapters import ENVIRONMENT, adapter_flags
@@ -97,11 +98,7 @@ def command_line(options: ServeOptions) -> list[str]:
             fp32_head=options.fp32_head,
             quantization=options.quantization,
         ),
-        **(
-            picture_arguments(cache_gb=_PICTURE_CACHE)
-            if reads_pictures(AutoConfig.from_pretrained(options.model))
-            else {}
-        ),
+        **(picture_arguments(cache_gb=_PICTURE_CACHE) if reads_pictures(load_files(AutoConfig, options.model)) else {}),
         "host": options.host,
         "port": options.port,
         "tensor_parallel_size": options.tensor_parallel_size,
@@ -184,7 +181,7 @@ def _path_of(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _context(model: str) -> int:
-    length = context_length(AutoConfig.from_pretrained(model))
+    length = context_length(load_files(AutoConfig, model))
     if length is None:
         raise InputError("the model's config has no largest sequence length; set max_model_len")
     return length

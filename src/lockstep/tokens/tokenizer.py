@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
+from lockstep.model_files import load_files
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 
@@ -29,10 +30,12 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"model {path} comes without a usable tokenizer: none of {', '.join(_VOCABULARY_FILES)} is there"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = load_files(AutoTokenizer, path)
     except StrictDataclassError as error:
         # transformers reads the model's config too.
         raise InputError(f"the config.json of model {path} is wrong: {' '.join(str(error).split())}") from error
+    except InputError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
         # Which of these errors transformers raises depends on the missing file.
         raise InputError(f"model {path} comes without a usable tokenizer: {type(error).__name__}: {error}") from error

@@ -24,6 +24,7 @@ from transformers.trainer_utils import IntervalStrategy
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, Engine, Sampling
 from lockstep.errors import InputError
+from lockstep.model_files import load_files
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.logprobs.gap import GapStats, measure_gap
 from lockstep.parity.logprobs.rescoring import Precision, completion_logps
@@ -337,7 +338,7 @@ def _pictures(prompts: int) -> list[list[Image.Image]]:
 def _placeholder(model: str) -> str:
     """The placeholder of a picture, as the model writes it."""
     path = resolve_model(model)
-    config: Any = AutoConfig.from_pretrained(path)
+    config: Any = load_files(AutoConfig, path)
     return str(load_tokenizer(path).convert_ids_to_tokens(config.image_token_id))
 
 

@@ -33,16 +33,16 @@ def run(words: list[str]) -> int:
     with watched_by(StatusLine()):
         with busy("loading PyTorch and transformers"):
             quiet_libraries()
-            from peft import PeftModel
             from transformers import AutoTokenizer
 
+            from lockstep.model_files import load_adapter, load_files
             from lockstep.models.policy import load_policy
             from lockstep.models.resolve import resolve_model
         with busy(f"loading {base}"):
-            model: Any = PeftModel.from_pretrained(load_policy(resolve_model(base)), str(adapter))
+            model: Any = load_adapter(load_policy(resolve_model(base)), str(adapter))
         with busy(f"writing {folder}"):
             model.merge_and_unload().save_pretrained(folder)
-            AutoTokenizer.from_pretrained(adapter).save_pretrained(folder)
+            load_files(AutoTokenizer, str(adapter)).save_pretrained(folder)
     print(f"the merged model is in {folder}")
     return 0
 

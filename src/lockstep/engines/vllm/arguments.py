@@ -12,6 +12,7 @@ import torch
 from lockstep.engines.tensor_specs import dtype_name
 from lockstep.engines.vllm.patches.norms import CPU_NORMS
 from lockstep.errors import InputError
+from lockstep.model_files import load_files
 
 # The names under which vLLM finds our weight transfers (`sync/vllm/plugin.py`) and our extension of its workers.
 IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
@@ -44,6 +45,9 @@ REFUSED = frozenset(
         "weight_transfer_config",
     }
 )
+
+# Engine arguments with which vLLM would run code that comes with a model, or load its classes from another place.
+OWN_CODE = frozenset({"code_revision", "hf_config_path", "model_class_overrides", "trust_remote_code"})
 
 # Sampling values that leave the model's distribution unchanged. A model's generation_config.json may set other values as the
 # engine's defaults.
@@ -131,7 +135,7 @@ def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_
     """Bytes of the key-value cache that these sequences can fill. Without a size, vLLM takes most of the machine's memory."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model).get_text_config()
+    config = load_files(AutoConfig, model).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
@@ -140,7 +144,7 @@ def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_
 
 
 def check_user_arguments(names: set[str], where: str) -> None:
-    """Refuse arguments of the user that change log-probs and that no proof would find.
+    """Refuse arguments of the user that change log-probs and that no proof would find, or that run a model's own code.
 
     Args:
         names: names of the arguments that the user has set.
@@ -152,5 +156,7 @@ def check_user_arguments(names: set[str], where: str) -> None:
     refused = REFUSED & names
     if "quantization" in refused:
         raise InputError(f"{where} may not set quantization; set vllm_quantization: it corrects for the difference")
+    if code := OWN_CODE & names:
+        raise InputError(f"{where} may not set {', '.join(sorted(code))}: code that comes with a model is not run")
     if refused:
         raise InputError(f"{where} may not set {', '.join(sorted(refused))}: log-probs would differ")

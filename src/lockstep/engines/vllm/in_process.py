@@ -42,6 +42,7 @@ from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProce
 from lockstep.engines.vllm.workers.start import start_vllm, workers_of
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import PromptPictures
+from lockstep.model_files import load_files
 from lockstep.models.vision import reads_pictures
 from lockstep.report.busy import busy
 from lockstep.report.waits import waiting
@@ -98,7 +99,7 @@ class VLLMInProcess:
         self._failure = ""
         self._resources = ExitStack()
         try:
-            self._reads_pictures = reads_pictures(AutoConfig.from_pretrained(model))
+            self._reads_pictures = reads_pictures(load_files(AutoConfig, model))
             self._llm = start_vllm(
                 {
                     **engine_arguments(

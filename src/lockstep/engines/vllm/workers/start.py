@@ -19,6 +19,7 @@ from lockstep.engines.vllm.workers.environment import keep_process_group, proces
 from lockstep.engines.vllm.workers.own import OwnWorker
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
 from lockstep.errors import InputError
+from lockstep.model_files import code_refused
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -60,9 +61,10 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
         if not compiles:
             import_without_compiler()
         from vllm import LLM
-    return (
-        _start_processes(LLM, arguments, workers, resources) if workers > 1 else _start_here(LLM, arguments, compiles)
-    )
+    with code_refused():
+        if workers > 1:
+            return _start_processes(LLM, arguments, workers, resources)
+        return _start_here(LLM, arguments, compiles)
 
 
 def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> OwnWorker | WorkerProcesses:

@@ -15,6 +15,7 @@ from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import COLUMNS, has_images
 from lockstep.images.urls import ImageUrls
+from lockstep.model_files import load_files
 from lockstep.models.adapters import causal_model
 from lockstep.models.policy import BAD_FILES
 from lockstep.models.resolve import resolve_model
@@ -128,6 +129,6 @@ def _config(model: Any) -> PreTrainedConfig | None:
     if not isinstance(model, str):
         return causal_model(model).config
     try:
-        return AutoConfig.from_pretrained(resolve_model(model), local_files_only=True)
+        return load_files(AutoConfig, resolve_model(model), local_files_only=True)
     except BAD_FILES:
         return None

@@ -1,0 +1,86 @@
+"""The one place that loads configs, tokenizers, processors and models. It never runs code that comes with their files.
+
+A config names such code in `auto_map`. Without `trust_remote_code=False`, transformers asks on the terminal whether to run it, and
+takes the next line of the standard input for the answer. `tests/models/test_one_loader.py` finds other calls in this repository.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep.errors import InputError
+
+_NOT_TRUSTED = {"trust_remote_code": False}
+
+
+def load_files(kind: Any, path: str, **arguments: Any) -> Any:
+    """What `kind.from_pretrained` makes of a model's files.
+
+    If transformers itself has the class that the files ask for, it takes its own class, whatever else `auto_map` names.
+
+    Args:
+        kind: a class of transformers, such as `AutoConfig`.
+        path: directory or hub id.
+        arguments: further arguments of `from_pretrained`.
+
+    Raises:
+        InputError: the files need code that comes with them.
+        OSError, ValueError, ...: as `from_pretrained`.
+    """
+    try:
+        return kind.from_pretrained(path, **{**arguments, **_NOT_TRUSTED})
+    except ValueError as error:
+        raise _about_code(error, path) from error
+
+
+def build_empty(kind: Any, config: Any) -> Any:
+    """A model without trained weights, made from a loaded config with `kind.from_config`.
+
+    Raises:
+        InputError: the config needs code that comes with the model.
+        ValueError, ...: as `from_config`.
+    """
+    try:
+        return kind.from_config(config, **_NOT_TRUSTED)
+    except ValueError as error:
+        raise _about_code(error, str(config.name_or_path)) from error
+
+
+def load_adapter(model: Any, path: str) -> Any:
+    """A loaded model with a saved adapter on it. Importing PEFT takes seconds, and few callers need it.
+
+    Raises:
+        OSError, ValueError, ...: as `PeftModel.from_pretrained`. PEFT runs no code that comes with an adapter.
+    """
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, path)
+
+
+@contextmanager
+def code_refused() -> Iterator[None]:
+    """Inside the context, transformers refuses a model's own code where another library loads files and does not say so.
+
+    vLLM makes parts of some models from their configs without `trust_remote_code`.
+    """
+    from transformers import dynamic_module_utils
+
+    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    # The seconds that transformers waits for an answer. At 0 it does not ask, and raises.
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
+
+
+def _about_code(error: ValueError, path: str) -> ValueError:
+    """An error that can be followed: transformers advises to trust the code."""
+    if isinstance(error, InputError) or "trust_remote_code" not in str(error):
+        return error
+    return InputError(
+        f"{path} needs custom code that comes with its files, and Lockstep does not run such code (trust_remote_code is always "
+        "False): give a model whose classes are part of the installed transformers"
+    )
