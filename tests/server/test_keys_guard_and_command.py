@@ -188,9 +188,7 @@ class TestGuard:
             return waiting.pop(0) if waiting else {"type": "http.disconnect"}
 
         headers = [(b"authorization", f"Bearer {KEY}".encode())]
-        asyncio.run(
-            KeyGuard(app)({"type": "http", "path": "/collective_rpc", "headers": headers}, receive, send)
-        )
+        asyncio.run(KeyGuard(app)({"type": "http", "path": "/collective_rpc", "headers": headers}, receive, send))
         return sent
 
 
@@ -269,7 +267,8 @@ class TestSilence:
         asyncio.run(work())
 
     @pytest.mark.parametrize(
-        ("limit", "seconds"), [("1000", 1000), (None, 600), ("nan", 600), ("-1", 600), ("inf", 600), ("x", 600), ("0", 0)]
+        ("limit", "seconds"),
+        [("1000", 1000), (None, 600), ("nan", 600), ("-1", 600), ("inf", 600), ("x", 600), ("0", 0)],
     )
     def test_a_long_push_is_waited_for_as_long_as_its_caller_waits(
         self, clock: list[float], limit: str | None, seconds: float

@@ -32,7 +32,8 @@ from lockstep.server.engine_watch import EngineWatch
 from lockstep.server.keys import KEY_VARIABLE, checked_key
 
 _Message = MutableMapping[str, Any]
-_Receive, _Send = Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]
+_Receive = Callable[..., Awaitable[Any]]
+_Send = Callable[..., Awaitable[None]]
 _App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 # The path through which a caller may call a method of every worker, and the beginning of the names of our methods.

@@ -21,8 +21,8 @@ def _run_in_this_process(function: Callable[[], Result]) -> Result:
 def register() -> None:
     """Register our weight-transfer backends and norms with vLLM, and make vLLM pass on the kept ids.
 
-    vLLM may call this several times. In a worker process beside a trainer, also let the process end when the trainer dies. A process
-    that cannot answer any more ends too.
+    vLLM may call this several times. In a worker process beside a trainer, also let the process end when the trainer dies.
+    A process that cannot answer any more ends too.
     """
     end_with_trainer()
     end_without_carriers()
