@@ -87,7 +87,7 @@ class TestFunctions:
             run(lambda *_: end.wait(LIMIT), timeout=0.01)
         end.set()
 
-    @pytest.mark.parametrize("reward", ["1", float("nan"), float("inf"), [1.0]])
+    @pytest.mark.parametrize("reward", ["1", float("nan"), float("inf"), [1.0], 10**400])
     def test_a_reward_that_is_no_finite_number_stops_the_run(self, reward: Any) -> None:
         with pytest.raises(InputError, match="finite"):
             run(lambda *_: reward)
@@ -115,6 +115,7 @@ class TestCommands:
             ('{"reward": 1}\nx', None),
             ("", None),
             ('{"reward": null}', None),
+            ("[" * 5000, None),
             ("3", None),
         ],
     )

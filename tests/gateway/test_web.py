@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -279,3 +282,95 @@ class TestClientsThatGoAway:
         rollout.futures[0].cancel()
         asking.join(LIMIT)
         assert [answer.status_code for answer in answers] == [410]
+
+
+class TestConnections:
+    """Clients without a key, who do nothing or say something slowly."""
+
+    @pytest.fixture
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+        """A gateway in a process that may open 400 files."""
+        monkeypatch.setattr("lockstep.gateway.connections.raise_file_limit", lambda: 400)
+        made = Gateway(RunLimits("tiny", Sampling(max_tokens=8)))
+        yield made
+        made.close()
+
+    def test_more_connections_than_there_are_files_leave_room_for_agents(
+        self, small: Gateway, rollout: StandIn
+    ) -> None:
+        base = small.base_url(small.open(rollout))
+        with ExitStack() as idle, httpx.Client(timeout=LIMIT) as kept:
+            assert kept.post(f"{base}/chat/completions", json={"messages": HELLO}).status_code == 200
+            for number in range(250):
+                connection = idle.enter_context(socket.create_connection(("127.0.0.1", small.port), timeout=LIMIT))
+                connection.sendall(b"GET /v1/models HTTP/1.1\r\n" if number % 2 else b"")
+                if number % 50 == 0:
+                    assert post(f"{base}/chat/completions").status_code == 200
+            assert len(small._server.server_state.connections) <= 200
+            # httpx opens another connection in place of the one that was closed.
+            assert kept.post(f"{base}/chat/completions", json={"messages": HELLO}).status_code == 200
+
+    def test_a_call_that_is_being_answered_is_not_closed_to_make_room(self, small: Gateway, rollout: StandIn) -> None:
+        rollout.result = None
+        url = f"{small.base_url(small.open(rollout))}/chat/completions"
+        answers: list[int] = []
+        asking = threading.Thread(target=lambda: answers.append(post(url).status_code))
+        asking.start()
+        assert rollout.asked.wait(LIMIT)
+        with ExitStack() as idle:
+            for _ in range(220):
+                idle.enter_context(socket.create_connection(("127.0.0.1", small.port), timeout=LIMIT))
+            rollout.futures[0].set_result(ANSWER)
+            asking.join(LIMIT)
+        assert answers == [200]
+
+    @pytest.mark.parametrize(
+        "words",
+        [[], [b"G"] * 1000, [b"GET / HTTP/1.1\r\n", *[b"a: b\r\n"] * 1000], [b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"]],
+    )  # fmt: skip
+    def test_a_connection_without_a_whole_request_is_closed_in_time(
+        self, gateway: Gateway, words: list[bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lockstep.gateway.connections.HEAD_LIMIT", 0.5)
+        with socket.create_connection(("127.0.0.1", gateway.port), timeout=0.05) as connection:
+            deadline = time.monotonic() + LIMIT
+            with suppress(ConnectionError):
+                for word in itertools.chain(words, itertools.repeat(b"")):
+                    assert time.monotonic() < deadline
+                    connection.sendall(word)
+                    with suppress(TimeoutError):
+                        if not connection.recv(4096):
+                            break
+
+    def test_a_head_without_end_is_refused(self, gateway: Gateway) -> None:
+        with (
+            socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT) as connection,
+            suppress(ConnectionError),
+        ):
+            connection.sendall(b"GET / HTTP/1.1\r\n")
+            for _ in range(100):
+                connection.sendall(b"a: " + b"b" * 10_000 + b"\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 400")
+
+    def test_a_body_that_does_not_come_is_refused(
+        self, gateway: Gateway, key: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("lockstep.gateway.web._BODY_LIMIT", 0.2)
+        with socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT) as connection:
+            head = f"POST /rollouts/{key}/v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
+            connection.sendall(head.encode())
+            assert connection.recv(4096).startswith(b"HTTP/1.1 408")
+
+    def test_an_error_that_nobody_thought_of_is_an_answer_and_an_event(
+        self, gateway: Gateway, key: str, rollout: StandIn
+    ) -> None:
+        rollout.result = ZeroDivisionError("oops")
+        for stream in (False, True):
+            answer = post(f"{gateway.base_url(key)}/chat/completions", json={"messages": HELLO, "stream": stream})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+            assert "oops" not in answer.text
+        rollout.result = None
+        with client(gateway, key).chat.completions.create(model="x", messages=HELLO, stream=True) as stream:
+            rollout.futures[-1].set_exception(ZeroDivisionError("oops"))
+            with pytest.raises(openai.APIError, match="could not be made"):
+                list(stream)

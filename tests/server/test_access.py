@@ -94,6 +94,20 @@ def test_health_is_open_and_the_key_opens_the_rest(server: Server) -> None:
     assert answer.status_code == 200
 
 
+def test_the_key_calls_no_method_of_vllms_workers(server: Server) -> None:
+    with httpx.Client(trust_env=False, headers={"Authorization": f"Bearer {KEY}"}, follow_redirects=True) as client:
+        for path in (
+            "/collective_rpc",
+            "/collective_rpc/",
+            "/%63ollective_rpc",
+            "/collective_rpc?method=lockstep_state",
+        ):
+            for method in ("shutdown", "get_model", "reset_weights", "lockstep"):
+                assert client.post(server.url + path, json={"method": method}).status_code == 403, (path, method)
+        alive = client.post(server.url + "/collective_rpc", json={"method": "lockstep_alive"})
+        assert alive.json() == {"results": [{}]}
+
+
 def test_none_of_its_processes_listens_beyond_this_machine(server: Server) -> None:
     sockets = set()
     for pid in server.processes.values():

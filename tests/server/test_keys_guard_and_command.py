@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
 import socket
@@ -131,6 +132,180 @@ class TestGuard:
         monkeypatch.delenv(KEY_VARIABLE)
         with pytest.raises(InputError, match="16 printable"):
             self.ask([])
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b'{"method": "shutdown"}',
+            b'{"method": "lockstep_state", "method": "shutdown"}',
+            b'{"method": ["lockstep_state"]}',
+            b'{"method": "Lockstep_state"}',
+            b'{"method": " lockstep_state"}',
+            b'{"method": null}',
+            b'{"args": ["lockstep_state"]}',
+            b'["lockstep_state"]',
+            b'"lockstep_state"',
+            b"lockstep_state",
+            b"[" * 100_000,
+            b"1" * 10_000,
+            b"",
+            b"\xff",
+        ],
+    )
+    def test_only_methods_of_lockstep_are_called_in_the_workers(self, body: bytes) -> None:
+        assert self.rpc(body)[0]["status"] == 403
+
+    def test_a_call_of_our_method_arrives_whole_however_it_is_cut(self) -> None:
+        asked = {"method": "lockstep_probe", "args": ['["aé😀"]', "1"], "timeout": 2.5}
+        body = json.dumps(asked).encode()
+        for cuts in (1, 2, 7):
+            (passed,) = self.rpc(body, cuts)
+            assert json.loads(passed["body"]) == asked
+
+    def test_a_call_without_end_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("lockstep.server.guard._LARGEST_RPC", 1000)
+        assert self.rpc(b" " * 1001)[0]["status"] == 413
+
+    @staticmethod
+    def rpc(body: bytes, cuts: int = 1) -> list[dict[str, Any]]:
+        size = -(-len(body) // cuts) or 1
+        parts = [body[at : at + size] for at in range(0, len(body), size)] or [b""]
+        waiting = [
+            {"type": "http.request", "body": part, "more_body": at + 1 < len(parts)} for at, part in enumerate(parts)
+        ]
+        sent: list[dict[str, Any]] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            found = await receive()
+            assert not found.get("more_body")
+            await send({"body": found["body"]})
+            assert await receive() == {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> dict[str, Any]:
+            return waiting.pop(0) if waiting else {"type": "http.disconnect"}
+
+        headers = [(b"authorization", f"Bearer {KEY}".encode())]
+        asyncio.run(KeyGuard(app)({"type": "http", "path": "/collective_rpc", "headers": headers}, receive, send))
+        return sent
+
+
+class Engine:
+    """An engine that answers, or does not."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.answers = asyncio.Event()
+
+    async def collective_rpc(self, method: str) -> None:
+        self.asked.append(method)
+        await self.answers.wait()
+
+
+class TestSilence:
+    """The engine owes an answer for some seconds; the seconds are those of a clock of the test."""
+
+    @pytest.fixture(autouse=True)
+    def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        monkeypatch.setenv(KEY_VARIABLE, KEY)
+        now = [1000.0]
+        monkeypatch.setattr("lockstep.server.engine_watch.time", Namespace(monotonic=lambda: now[0]))
+        return now
+
+    def made(self, engine: Engine) -> Any:
+        """A guard, and what asks it: `ask(path, limit)` gives the status, or the task of a call that stays open."""
+        ends: dict[str, asyncio.Event] = {}
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            if scope["path"] != "/health":
+                await ends.setdefault(scope["path"], asyncio.Event()).wait()
+            await send({"type": "http.response.start", "status": 200})
+
+        guard = KeyGuard(app)
+
+        async def ask(path: str = "/health", limit: str | None = None) -> int:
+            sent: list[dict[str, Any]] = []
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            headers = [(b"authorization", f"Bearer {KEY}".encode())]
+            headers += [(b"x-lockstep-limit", limit.encode())] if limit is not None else []
+            scope = {"type": "http", "path": path, "headers": headers}
+            await guard({**scope, "app": Namespace(state=Namespace(engine_client=engine))}, None, send)  # type: ignore[arg-type]
+            await asyncio.sleep(0)
+            return int(sent[0]["status"])
+
+        return ask, ends
+
+    def test_an_engine_that_answers_nothing_is_not_healthy_after_two_minutes(self, clock: list[float]) -> None:
+        async def work() -> None:
+            ask, _ = self.made(engine := Engine())
+            for later, status in ((0, 200), (60, 200), (59.9, 200), (0.2, 504), (1000, 504)):
+                clock[0] += later
+                assert await ask() == status
+            # Health checks ask it one question at a time, and all of its workers.
+            assert engine.asked == ["lockstep_alive"]
+            engine.answers.set()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert await ask() == 200
+
+        asyncio.run(work())
+
+    def test_strangers_who_ask_for_the_health_do_not_keep_the_engine_busy(self, clock: list[float]) -> None:
+        async def work() -> None:
+            ask, _ = self.made(engine := Engine())
+            engine.answers.set()
+            for _ in range(100):
+                assert await ask() == 200
+                clock[0] += 0.1
+            assert len(engine.asked) == 2
+
+        asyncio.run(work())
+
+    @pytest.mark.parametrize(
+        ("limit", "seconds"),
+        [("1000", 1000), (None, 600), ("nan", 600), ("-1", 600), ("inf", 600), ("x", 600), ("0", 0)],
+    )
+    def test_a_long_push_is_waited_for_as_long_as_its_caller_waits(
+        self, clock: list[float], limit: str | None, seconds: float
+    ) -> None:
+        async def work() -> None:
+            ask, _ = self.made(Engine())
+            push = asyncio.ensure_future(ask("/update_weights", limit))
+            await asyncio.sleep(0)
+            assert await ask() == 200
+            clock[0] += seconds + 119
+            assert await ask() == 200
+            clock[0] += 2
+            assert await ask() == 504
+            push.cancel()
+
+        asyncio.run(work())
+
+    def test_a_call_that_came_after_the_question_is_no_excuse(self, clock: list[float]) -> None:
+        async def work() -> None:
+            ask, ends = self.made(Engine())
+            before = asyncio.ensure_future(ask("/before", "1000"))
+            await asyncio.sleep(0)
+            await ask()
+            after = asyncio.ensure_future(ask("/after", "1000"))
+            await asyncio.sleep(0)
+            clock[0] += 130
+            assert await ask() == 200
+            # The caller of the earlier one goes away.
+            ends["/before"].set()
+            await before
+            clock[0] += 119
+            assert await ask() == 200
+            clock[0] += 2
+            assert await ask() == 504
+            after.cancel()
+
+        asyncio.run(work())
 
 
 def options(model: str, *rest: str, **changes: Any) -> ServeOptions:

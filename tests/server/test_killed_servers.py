@@ -8,15 +8,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import httpx
 import pytest
 import torch
 from conftest import VLLM
-from servers import Server, serve
+from servers import HTTP, KEY, Server, serve
 from training import equal, make_trainer, train
 
 import lockstep.sync.wire.shared_memory as shared_memory
@@ -200,3 +201,47 @@ def test_a_kill_at_each_moment_of_a_step_changes_nothing(untied_dir: str, tmp_pa
 @pytest.mark.timeout(7200)
 def test_twenty_kills_in_one_run_change_nothing(untied_dir: str, tmp_path: Path) -> None:
     check(untied_dir, tmp_path, 20)
+
+
+def ask(server: Server, path: str, body: dict[str, Any], limit: float) -> int | None:
+    """The status of the answer to a call with the key; None if no answer comes in time, or the server ends."""
+    with suppress(httpx.HTTPError):
+        shown = {"Authorization": f"Bearer {KEY}"}
+        return HTTP.post(server.url + path, json=body, headers=shown, timeout=limit).status_code
+    return None
+
+
+def await_restart(server: Server, said: str, limit: float) -> None:
+    deadline = time.monotonic() + limit
+    while said not in server.log.read_text():
+        assert time.monotonic() < deadline, server.log.read_text()[-3000:]
+        time.sleep(0.2)
+    server.await_health()
+
+
+@pytest.mark.long
+def test_a_server_whose_engine_cannot_send_answers_any_more_is_started_again(untied_dir: str, tmp_path: Path) -> None:
+    with serve(untied_dir, tmp_path) as server:
+        # Half of a character, which no answer of the engine can carry: it ends the thread that sends the engine's answers.
+        broken = {"method": "lockstep_pictures", "args": [json.dumps(["\ud800"])]}
+        asking = threading.Thread(target=ask, args=(server, "/collective_rpc", broken, 60.0))
+        asking.start()
+        await_restart(server, "starting it again", 60)
+        asking.join()
+        assert ask(server, "/collective_rpc", {"method": "lockstep_state"}, 60.0) == 200
+
+
+@pytest.mark.release
+@pytest.mark.timeout(600)
+def test_a_stopped_engine_is_noticed_within_two_minutes_also_while_calls_are_open(
+    untied_dir: str, tmp_path: Path
+) -> None:
+    with serve(untied_dir, tmp_path) as server:
+        server.kill("core", signal.SIGSTOP)
+        begun = time.monotonic()
+        open_call = {"method": "lockstep_state"}
+        asking = threading.Thread(target=ask, args=(server, "/collective_rpc", open_call, 300.0))
+        asking.start()
+        await_restart(server, "had a stopped process for 120 s", 140)
+        assert time.monotonic() - begun > 110
+        asking.join()

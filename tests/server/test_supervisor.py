@@ -50,6 +50,27 @@ time.sleep(600)
 """
 
 
+# A server that is healthy. The second program of its session is stopped when it has been asked three times.
+STOPPED = """
+import os, signal, subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+core = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+asked = 0
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        global asked
+        asked += 1
+        if asked == 3 and sys.argv[2] == "core":
+            core.send_signal(signal.SIGSTOP)
+        silent = asked > 3 and sys.argv[2] == "silent"
+        self.send_response(401 if self.path == "/" else 504 if silent else 200)
+        self.end_headers()
+    def log_message(self, *args):
+        pass
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
 def test_a_server_that_ends_is_started_again_and_a_line_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.2)
     port, lines, ready = free_port(), [], []
@@ -96,3 +117,27 @@ def test_a_server_whose_engine_died_and_that_does_not_end_is_ended(ill: str, mon
     supervisor = Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=lambda seconds: None, say=say)
     supervisor.run()
     assert lines == ["the server reported errors for 1 s; starting it again in 1 s"]
+
+
+@pytest.mark.parametrize(
+    ("ill", "said"),
+    [
+        ("core", "had a stopped process for 1 s"),
+        ("silent", "has an engine that did not answer for 120 s"),
+    ],
+)
+def test_a_server_whose_engine_answers_nothing_is_ended_although_vllm_calls_it_healthy(
+    ill: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.server.supervisor._SILENT_LIMIT", 1.0)
+    monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.2)
+    port, lines = free_port(), []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        supervisor.stop()
+
+    command = [sys.executable, "-c", STOPPED, str(port), ill]
+    supervisor = Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=lambda seconds: None, say=say)
+    supervisor.run()
+    assert lines == [f"the server {said}; starting it again in 1 s"]

@@ -130,9 +130,13 @@ def checked_reward(found: Any, name: str) -> Reward:
     """
     if found is None:
         return None
-    if not isinstance(found, int | float | np.number) or not math.isfinite(found):
+    try:
+        reward = float(found) if isinstance(found, int | float | np.number) else math.nan
+    except OverflowError:
+        reward = math.inf
+    if not math.isfinite(reward):
         raise InputError(f"the reward of {name} is {found!r:.80}; it must be a finite number, or None for no reward")
-    return float(found)
+    return reward
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:
@@ -169,6 +173,6 @@ def _reward_in(output: str) -> Any:
     lines = output.strip().splitlines()
     try:
         last = json.loads(lines[-1]) if lines else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return last.get("reward") if isinstance(last, dict) else None

@@ -30,6 +30,8 @@ def read_call(request: Mapping[str, Any], limits: RunLimits) -> Call:
     """
     check_parameters(request, _UNDERSTOOD, limits)
     choices_of(request)
+    if not isinstance(request.get("stream_options"), Mapping | None):
+        raise bad_value("stream_options", "stream_options must be an object")
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise bad_value("messages", "messages must be a list with at least one message")

@@ -14,6 +14,7 @@ from lockstep.images.data_urls import is_data_url
 from lockstep.images.urls import is_url
 from lockstep.tokens.chat import Message
 from lockstep.tokens.conversation.template import Content
+from lockstep.tokens.json_values import read_json, whole_characters
 
 # OpenAI calls a system message `developer` for its newer models. Chat templates know `system` only.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -32,7 +33,7 @@ def template_message(given: Any, param: str) -> Message:
     Raises:
         Refused: it is not such a message, or contains more than text, images and tool calls.
     """
-    if not isinstance(given, Mapping) or given.get("role") not in _ROLES:
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str) or given["role"] not in _ROLES:
         raise bad_value(param, f"{param} needs a role out of {', '.join(_ROLES)}")
     if unknown := [name for name, value in given.items() if name not in _FIELDS and value]:
         raise bad_value(f"{param}.{unknown[0]}", f"{param}.{unknown[0]} is not supported; leave it out")
@@ -41,10 +42,23 @@ def template_message(given: Any, param: str) -> Message:
     message: Message = {"role": role, "content": read(given.get("content"), f"{param}.content")}
     for name in ("name", "tool_call_id", THINKING):
         if given.get(name) is not None:
-            message[name] = given[name]
-    if given.get("tool_calls"):
-        message["tool_calls"] = [template_call(call, f"{param}.tool_calls") for call in given["tool_calls"]]
+            message[name] = checked_text(given[name], f"{param}.{name}")
+    if calls := given.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise bad_value(f"{param}.tool_calls", f"{param}.tool_calls must be a list of calls")
+        message["tool_calls"] = [template_call(call, f"{param}.tool_calls") for call in calls]
     return message
+
+
+def checked_text(value: Any, param: str) -> str:
+    """A field that is a text.
+
+    Raises:
+        Refused: it is none.
+    """
+    if not isinstance(value, str):
+        raise bad_value(param, f"{param}={value!r:.80}; it must be a text")
+    return value
 
 
 def template_call(call: Any, param: str) -> dict[str, Any]:
@@ -56,8 +70,9 @@ def template_call(call: Any, param: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise bad_value(param, f"{param} must be calls of functions, each with a name and arguments")
+    call_id = call.get("id")
     return {
-        "id": call.get("id"),
+        "id": checked_text(call_id, f"{param}.id") if call_id is not None else None,
         "type": "function",
         "function": {"name": function["name"], "arguments": _read_arguments(function.get("arguments"))},
     }
@@ -131,6 +146,9 @@ def function_tools(tools: Any) -> tuple[dict[str, Any], ...]:
         kept = {
             name: function[name] for name in ("name", "description", "parameters") if function.get(name) is not None
         }
+        checked_text(kept.get("description", ""), "tools.function.description")
+        if not isinstance(kept.get("parameters", {}), Mapping):
+            raise bad_value("tools", "the parameters of a tool must be a JSON schema: an object")
         found.append({"type": "function", "function": kept})
     return tuple(found)
 
@@ -151,7 +169,7 @@ def _read_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
-        found = json.loads(arguments)
+        found = read_json(arguments)
     except ValueError:
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return whole_characters(found) if isinstance(found, dict) else arguments

@@ -113,7 +113,7 @@ def flag(request: Mapping[str, Any], name: str) -> bool:
 
 def _check_of_the_run(name: str, value: Any, sampling: Sampling) -> None:
     ours = getattr(sampling, name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or float(value) != float(ours):
+    if not isinstance(value, int | float) or isinstance(value, bool) or value != ours:
         raise Refused(
             400,
             f"{name}={value!r:.80} is not the {name} of this run ({ours:g}): a run samples from one distribution and trains the "

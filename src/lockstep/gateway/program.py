@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.errors import InputError
 from lockstep.gateway.agents import Agent, AgentFailed, Reward
 from lockstep.gateway.recording import Recording
+from lockstep.gateway.refusals import bad_value
 from lockstep.gateway.web import Gateway
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import with_image_urls
@@ -23,6 +24,18 @@ from lockstep.tokens.conversation.extension import Extension
 
 # The name under which the rewards that agents return are scored.
 AGENT_REWARD = "agent"
+# A tool that every template with tools shows, and the number of sets of tools whose extensions are kept.
+_ANY_TOOL = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "Where."}}},
+        },
+    },
+)
+_KEPT = 64
 
 
 class Extensions:
@@ -59,18 +72,33 @@ class Extensions:
 
         Raises:
             InputError: the chat template does not show tools, or no format of tool calls is known.
+            Refused: it shows tools, but not these ones.
         """
         name = json.dumps(tools, sort_keys=True)
         if name not in self._made:
-            made = Extension(self._tokenizer, self._end_ids, tools=list(tools) or None, **self._how)
-            asked = [{"role": "user", "content": "asked"}]
-            if tools and len(made.prompt(asked)) == len(self(()).prompt(asked)):
-                raise InputError(
-                    "the agent offers tools, and the chat template does not show them to the model: use a template with tools, or "
-                    "let the agent describe its tools in a message and offer none"
-                )
+            try:
+                made = self._extension(tools)
+            except Exception as error:
+                if tools in ((), _ANY_TOOL):
+                    raise
+                # If the template shows no tools at all, the run ends here. Otherwise it is about these ones.
+                self(_ANY_TOOL)
+                raise bad_value("tools", f"these tools cannot be shown to the model: {error!s:.300}") from error
+            # An agent may describe its tools in another way at each call.
+            while len(self._made) >= _KEPT:
+                del self._made[next(other for other in self._made if other != "[]")]
             self._made[name] = made
         return self._made[name]
+
+    def _extension(self, tools: tuple[dict[str, Any], ...]) -> Extension:
+        made = Extension(self._tokenizer, self._end_ids, tools=list(tools) or None, **self._how)
+        asked = [{"role": "user", "content": "asked"}]
+        if tools and len(made.prompt(asked)) == len(self(()).prompt(asked)):
+            raise InputError(
+                "the agent offers tools, and the chat template does not show them to the model: use a template with tools, or "
+                "let the agent describe its tools in a message and offer none"
+            )
+        return made
 
 
 class AgentProgram:

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from lockstep.engines.protocol import FinishReason
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
 from lockstep.gateway.calls import Answer, AnsweredCall, Call, Listener
 from lockstep.gateway.joining import KnownTurn, Turns
 from lockstep.gateway.messages import THINKING
 from lockstep.gateway.partial import Teller
-from lockstep.gateway.refusals import Refused, bad_value, ended, no_room
+from lockstep.gateway.refusals import Refused, bad_value, ended, no_room, unreadable
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.conversation import Branch, Conversation, OutOfRoom, Turn
@@ -149,16 +149,21 @@ class Recording:
         messages = self._whole(call)
         if messages[-1]["role"] == "assistant":
             raise bad_value("messages", "the last message is the assistant's; there is nothing to answer")
-        known = self._turns.longest(messages, call.tools)
-        new = tuple(
-            _in_form(m, extension.conventions) for m in messages[len(known.messages) if known is not None else 0 :]
-        )
         try:
+            known = self._turns.longest(messages, call.tools)
+            new = tuple(
+                _in_form(m, extension.conventions) for m in messages[len(known.messages) if known is not None else 0 :]
+            )
             new = await self._with_pictures(known, new)
             context = self._context(extension, known, new)
             shown = self._placed(context, known, new)
         except InputError as error:
             raise bad_value("messages", str(error)) from error
+        except (LockstepError, Refused):
+            raise
+        except Exception as error:
+            # Only the client's messages are read here. Whatever they make a chat template do, the run goes on.
+            raise unreadable("messages", error) from error
         try:
             branch = self._continued(context, shown)
             if known is not None and is_drawn(self._conversation.seed):

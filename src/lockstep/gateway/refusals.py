@@ -33,6 +33,16 @@ def bad_value(param: str, message: str) -> Refused:
     return Refused(400, message, "invalid_value", param)
 
 
+def unreadable(param: str, error: Exception) -> Refused:
+    """400: reading a request raised an error that nobody had thought of."""
+    return bad_value(param, f"the request cannot be read: {type(error).__name__}: {error!s:.200}")
+
+
+def failed(error: BaseException) -> Refused:
+    """500: an answer could not be made."""
+    return Refused(500, f"the answer could not be made: {type(error).__name__}", "internal_error")
+
+
 def no_room(message: str) -> Refused:
     """400 with the code of a context that is too long, which agents of most frameworks know."""
     return Refused(400, message, "context_length_exceeded", "messages")

@@ -11,7 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.gateway.calls import Answer, Call
-from lockstep.gateway.messages import THINKING, content_of, function_tools, template_call, template_message, text_of
+from lockstep.gateway.messages import (
+    THINKING,
+    checked_text,
+    content_of,
+    function_tools,
+    template_call,
+    template_message,
+    text_of,
+)
 from lockstep.gateway.parameters import RunLimits, check_parameters, flag, token_limit
 from lockstep.gateway.refusals import bad_value
 from lockstep.gateway.wishes import read_wishes
@@ -76,7 +84,10 @@ def messages_of(items: list[Any]) -> list[Message]:
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             output = content_of(item.get("output"), f"{param}.output")
-            messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
+            message = {"role": "tool", "content": output}
+            if item.get("call_id") is not None:
+                message["tool_call_id"] = checked_text(item["call_id"], f"{param}.call_id")
+            messages.append(message)
         else:
             raise bad_value(param, f"{param} is not a message, a function call or the output of one; leave it out")
         if reasoning and messages[-1]["role"] == "assistant":

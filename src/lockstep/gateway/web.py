@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import socket
 import threading
 from collections import OrderedDict
@@ -29,16 +30,22 @@ from uvicorn import Config, Server
 from lockstep.errors import InputError, LockstepError
 from lockstep.gateway import chat, responses
 from lockstep.gateway.calls import Answer, Call, Listener
+from lockstep.gateway.connections import BoundedConnection, Idle, most_connections
 from lockstep.gateway.parameters import RunLimits
-from lockstep.gateway.refusals import Refused, bad_value, ended
+from lockstep.gateway.refusals import Refused, bad_value, ended, failed, unreadable
 from lockstep.gateway.streams import Heard, SentText
 from lockstep.server.keys import make_key
+from lockstep.tokens.json_values import is_whole, read_json, whole_characters
+
+_logger = logging.getLogger(__name__)
 
 # The images of a conversation are in each of its calls. OpenAI's own limit is of this size.
 LARGEST_BODY = 32 << 20
 # Keys of ended rollouts that are remembered, so that their late calls get 410 instead of 401.
 _REMEMBERED = 100_000
 _START_LIMIT = 30.0
+# Seconds that the body of a request may take.
+_BODY_LIMIT = 120.0
 
 
 class AnsweringRollout(Protocol):
@@ -77,8 +84,12 @@ class Gateway:
         except OSError as error:
             raise InputError(f"the gateway cannot listen on {host}, port {port}: {error.strerror}") from error
         self._host, self.port = host, self._socket.getsockname()[1]
+        most = most_connections()
         config = Config(
             self._app(), log_level="warning", access_log=False, lifespan="off", ws="none", loop="asyncio",
+            http=partial(BoundedConnection, Idle(most)),  # type: ignore[arg-type]
+            # asyncio accepts so many connections at once, before the first of them is counted.
+            backlog=min(2048, max(1, most // 4)),
             timeout_keep_alive=60, timeout_graceful_shutdown=2,
         )  # fmt: skip
         self._server = Server(config)
@@ -127,7 +138,7 @@ class Gateway:
             for end, api in (("chat/completions", chat), ("responses", responses)):
                 routes.append(Route(f"{start}/{end}", partial(self._answer, api), methods=["POST"]))
             routes.append(Route(f"{start}/models", self._models, methods=["GET"]))
-        handlers = {Refused: _refused, HTTPException: _no_route, ClientDisconnect: _gone}
+        handlers = {Refused: _refused, HTTPException: _no_route, ClientDisconnect: _gone, Exception: _failed}
         return Starlette(routes=routes, exception_handlers=handlers)
 
     def _rollout(self, request: Request) -> AnsweringRollout:
@@ -157,7 +168,13 @@ class Gateway:
     async def _answer(self, api: ModuleType, request: Request) -> Response:
         rollout = self._rollout(request)
         body = await _body(request)
-        call = _named(api.read_call(body, self._limits), request, body)
+        try:
+            call = _named(api.read_call(body, self._limits), request, body)
+        except Refused:
+            raise
+        except Exception as error:
+            # Nothing but the request is read here.
+            raise unreadable("body", error) from error
         if not call.stream:
             answers = await self._whole(rollout, call, api.choices_of(body), request)
             return JSONResponse(api.whole(body, answers, self._limits))
@@ -206,25 +223,51 @@ class Gateway:
             for event in sent.end(await _settled(answer)):
                 yield event
         except Refused as error:
-            yield f"event: error\ndata: {json.dumps(error.body())}\n\n".encode()
+            yield _error_event(error)
+        except Exception as error:
+            _logger.exception("an answer of the gateway failed")
+            yield _error_event(failed(error))
         finally:
             future.cancel()
 
 
 async def _body(request: Request) -> dict[str, Any]:
     parts, size = [], 0
-    async for part in request.stream():
-        parts.append(part)
-        size += len(part)
-        if size > LARGEST_BODY:
-            raise Refused(413, f"the request has more than {LARGEST_BODY >> 20} MiB", "request_too_large")
     try:
-        body = json.loads(b"".join(parts))
+        async with asyncio.timeout(_BODY_LIMIT):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > LARGEST_BODY:
+                    raise Refused(413, f"the request has more than {LARGEST_BODY >> 20} MiB", "request_too_large")
+    except TimeoutError:
+        raise Refused(408, f"the request takes longer than {_BODY_LIMIT:.0f} s", "request_timeout") from None
+    try:
+        body = read_json(b"".join(parts))
     except ValueError as error:
-        raise bad_value("body", f"the request is no JSON: {error}") from error
+        raise bad_value("body", f"the request is no JSON that can be read: {error}") from error
     if not isinstance(body, dict):
         raise bad_value("body", "the request must be a JSON object")
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return {name: _without_halves(name, value) for name, value in body.items()}
     return body
+
+
+# An agent that cuts a text may cut a character in two. Chat templates get U+FFFD in its place.
+_MAY_BE_CUT = {"messages", "input", "instructions"}
+
+
+def _without_halves(name: str, value: Any) -> Any:
+    whole = whole_characters(value)
+    if name not in _MAY_BE_CUT and (whole != value or not is_whole(name)):
+        raise bad_value("body", "a field of the request has half of a character (a surrogate without its pair)")
+    return whole
+
+
+def _error_event(error: Refused) -> bytes:
+    return f"event: error\ndata: {json.dumps(error.body())}\n\n".encode()
 
 
 def _named(call: Call, request: Request, body: Mapping[str, Any]) -> Call:
@@ -282,6 +325,11 @@ async def _refused(request: Request, error: Exception) -> Response:
     # OpenAI's SDK would repeat a call that failed with 500.
     headers = {"x-should-retry": "false"} if error.status >= 500 else {}
     return JSONResponse(error.body(), error.status, headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    # The reason is in the trainer's log; uvicorn writes it there.
+    return await _refused(request, failed(error))
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

@@ -142,7 +142,7 @@ def _stop(given: Any, of_run: Sequence[str]) -> tuple[str, ...]:
 def _is_json(content: str) -> bool:
     try:
         json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

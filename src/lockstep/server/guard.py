@@ -1,5 +1,7 @@
 """The guard inside vLLM's API server. Every request except `/health` and a greeting needs the key.
 
+It also lets `/health` fail when the engine has stopped to answer, and lets `/collective_rpc` call Lockstep's own methods only.
+
 The guard is needed because vLLM's own `--api-key` leaves the weight, cache and RPC endpoints open. vLLM loads it by its argument
 `--middleware`. The key comes from the environment, so that no list of processes shows it. A trainer proves that it has the key
 without sending it (`engines/http/greeting.py`). Users and other programs may send `Authorization: Bearer KEY`.
@@ -16,6 +18,7 @@ from typing import Any
 
 from lockstep.engines.http.greeting import (
     GREETING,
+    LIMIT_HEADER,
     NONCE_HEADER,
     PROOF_HEADER,
     SCHEME,
@@ -25,10 +28,23 @@ from lockstep.engines.http.greeting import (
     server_proof,
 )
 from lockstep.engines.http.server_calls import HEALTH
+from lockstep.server.engine_watch import EngineWatch
 from lockstep.server.keys import KEY_VARIABLE, checked_key
 
 _Message = MutableMapping[str, Any]
-_App = Callable[[_Message, Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]]
+_Receive = Callable[..., Awaitable[Any]]
+_Send = Callable[..., Awaitable[None]]
+_App = Callable[[_Message, _Receive, _Send], Awaitable[None]]
+
+# The path through which a caller may call a method of every worker, and the beginning of the names of our methods.
+_RPC, _OURS = "/collective_rpc", "lockstep_"
+# The method that each worker answers at once.
+ALIVE = "lockstep_alive"
+# Bytes of a call of `/collective_rpc`. The longest one lists the names of all tensors of a model.
+_LARGEST_RPC = 64 << 20
+# A server whose engine owes an answer for this many seconds is not healthy any more, and what it answers then.
+SILENT_LIMIT = 120.0
+SILENT_STATUS = 504
 
 
 class KeyGuard:
@@ -44,23 +60,47 @@ class KeyGuard:
         self._digest = _digest(self._key.encode())
         # A restarted server has another nonce, so that every trainer must greet it again.
         self._nonce = make_nonce()
+        self._watch = EngineWatch()
 
-    async def __call__(
-        self, scope: _Message, receive: Callable[..., Awaitable[Any]], send: Callable[..., Awaitable[None]]
-    ) -> None:
-        if scope["type"] == "lifespan" or scope.get("path") == HEALTH or self._has_key(scope):
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+        elif scope["type"] == "http" and scope.get("path") == HEALTH:
+            await self._say_health(scope, receive, send)
+        elif self._has_key(scope):
+            await self._pass_on(scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.close", "code": 1008})
         elif scope.get("path") == GREETING:
             await self._greet(scope, send)
         elif (proof := self._proof_for(scope)) is not None:
-            await self._app(scope, receive, _with_proof(send, proof))
+            await self._pass_on(scope, receive, _with_proof(send, proof))
         else:
             await _answer(send, 401, {"error": "this server needs its key: Authorization: Bearer KEY"})
 
-    async def _greet(self, scope: _Message, send: Callable[..., Awaitable[None]]) -> None:
+    async def _say_health(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        engine = getattr(getattr(scope.get("app"), "state", None), "engine_client", None)
+        silence = self._watch.silence(lambda: engine.collective_rpc(ALIVE)) if engine is not None else 0.0
+        if silence < SILENT_LIMIT:
+            await self._app(scope, receive, send)
+        else:
+            await _answer(send, SILENT_STATUS, {"error": f"the engine has not answered for {silence:.0f} s"})
+
+    async def _pass_on(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        """Let a call with the key through."""
+        with self._watch.call(_only_header(scope, LIMIT_HEADER.encode())):
+            if scope.get("path") != _RPC:
+                await self._app(scope, receive, send)
+            elif (body := await _body(receive)) is None:
+                await _answer(send, 413, {"error": f"{_RPC} takes at most {_LARGEST_RPC >> 20} MiB"})
+            elif (checked := _checked_rpc(body)) is None:
+                # Any other method may end the engine's threads, change weights behind the proofs, or run code.
+                await _answer(send, 403, {"error": f"{_RPC} calls only methods whose names begin with {_OURS}"})
+            else:
+                await self._app(scope, _again(checked, receive), send)
+
+    async def _greet(self, scope: _Message, send: _Send) -> None:
         nonce = _only_header(scope, NONCE_HEADER.encode())
         if not is_nonce(nonce):
             await _answer(send, 401, {"error": f"a greeting needs a nonce of 32 hexadecimal digits ({NONCE_HEADER})"})
@@ -89,7 +129,41 @@ def _only_header(scope: _Message, wanted: bytes) -> str:
     return found[0].decode("latin-1") if len(found) == 1 else ""
 
 
-def _with_proof(send: Callable[..., Awaitable[None]], proof: str) -> Callable[..., Awaitable[None]]:
+async def _body(receive: _Receive) -> bytes | None:
+    """The body of a call; None: it is too large."""
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        # A client that has gone away sends nothing more.
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > _LARGEST_RPC:
+            return None
+        more = message["type"] == "http.request" and message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _checked_rpc(body: bytes) -> bytes | None:
+    """The body of a call of one of our methods, as JSON that can only be read in one way; None: it is none."""
+    try:
+        asked = json.loads(body)
+        method = asked.get("method") if isinstance(asked, dict) else None
+        return json.dumps(asked).encode() if isinstance(method, str) and method.startswith(_OURS) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _again(body: bytes, receive: _Receive) -> _Receive:
+    """What gives an application a body that has been read already, and then what follows."""
+    given = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Any:
+        return given.pop() if given else await receive()
+
+    return again
+
+
+def _with_proof(send: _Send, proof: str) -> _Send:
     async def prove(message: _Message) -> None:
         if message["type"] == "http.response.start":
             headers = [*message.get("headers", ()), (PROOF_HEADER.encode(), proof.encode())]
@@ -99,7 +173,7 @@ def _with_proof(send: Callable[..., Awaitable[None]], proof: str) -> Callable[..
     return prove
 
 
-async def _answer(send: Callable[..., Awaitable[None]], status: int, content: dict[str, str]) -> None:
+async def _answer(send: _Send, status: int, content: dict[str, str]) -> None:
     body = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

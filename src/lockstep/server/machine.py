@@ -72,6 +72,17 @@ def check_file_limit() -> None:
         )
 
 
+def has_stopped_process(session: int) -> bool:
+    """Whether a process of a session is stopped by a signal (SIGSTOP). It then answers nothing, and nobody notices its end."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name before the closing bracket may contain anything.
+            state, _, _, found = stat.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if state == "T" and int(found) == session:
+                return True
+    return False
+
+
 class KillAtExit:
     """A small process that kills a process group when this process ends, even if this process is killed.
 

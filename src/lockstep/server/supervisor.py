@@ -23,15 +23,17 @@ from enum import Enum, auto
 from lockstep.engines.http.server_calls import HEALTH
 from lockstep.errors import InputError, LockstepError
 from lockstep.report.waits import waiting
+from lockstep.server.guard import SILENT_LIMIT, SILENT_STATUS
 from lockstep.server.launch import BAD_ARGUMENTS
-from lockstep.server.machine import KillAtExit
+from lockstep.server.machine import KillAtExit, has_stopped_process
 
 # Seconds between two looks at the server's process, between two health checks, and that one health check may take.
 _TICK = 0.25
 _HEALTH_EVERY = 5.0
 _HEALTH_LIMIT = 5.0
-# A server that does not answer for this many seconds is ended. The limit is long, because the server may only be busy.
-_SILENT_LIMIT = 120.0
+# A server that does not answer for this many seconds is ended, and so is one of which a process is stopped by a signal for so long.
+# The limit is long, because the server may only be busy.
+_SILENT_LIMIT = SILENT_LIMIT
 # If a server refuses connections or reports an error, its engine has ended, and the open calls will never be answered. The server
 # is killed after this many seconds of such failures.
 _FAILING_LIMIT = 3.0
@@ -55,6 +57,8 @@ class Health(Enum):
     SILENT = auto()
     # The server answers with an error, or no program listens on its port.
     FAILING = auto()
+    # The server answers that its engine has not answered for `SILENT_LIMIT` seconds.
+    ENGINE_SILENT = auto()
 
 
 class Supervisor:
@@ -114,7 +118,7 @@ class Supervisor:
     def _run_once(self) -> tuple[float | None, str]:
         """Run the server once. Returns the seconds since it became healthy (None: it was never healthy), and how it ended."""
         start, healthy_since, next_check = time.monotonic(), None, 0.0
-        last_healthy, failing_since = start, None
+        last_healthy, running_at, failing_since = start, start, None
         # A new process group, so that all processes of the server can be ended; and a umask, so that only this user can open its
         # files.
         self._child = subprocess.Popen(
@@ -133,6 +137,8 @@ class Supervisor:
                     health = self._health()
                     if health is Health.HEALTHY:
                         last_healthy = time.monotonic()
+                    if not has_stopped_process(self._child.pid):
+                        running_at = time.monotonic()
                     failing_since = (failing_since or now) if health is Health.FAILING else None
                     if health is Health.HEALTHY and healthy_since is None and self._is_ours():
                         healthy_since = time.monotonic()
@@ -140,6 +146,12 @@ class Supervisor:
                         self._ready(healthy_since - start)
                     next_check = now + (_HEALTH_EVERY if healthy_since and health is Health.HEALTHY else _TICK)
                 if healthy_since is not None:
+                    if health is Health.ENGINE_SILENT:
+                        self._child.kill()
+                        return _since(healthy_since), f"has an engine that did not answer for {SILENT_LIMIT:.0f} s"
+                    if now - running_at > _SILENT_LIMIT:
+                        self._child.kill()
+                        return _since(healthy_since), f"had a stopped process for {_SILENT_LIMIT:.0f} s"
                     if now - last_healthy > _SILENT_LIMIT:
                         return _since(healthy_since), f"did not answer for {_SILENT_LIMIT:.0f} s"
                     if failing_since is not None and now - failing_since > _FAILING_LIMIT:
@@ -157,6 +169,8 @@ class Supervisor:
         status = self._status(HEALTH)
         if status is None:
             return Health.SILENT
+        if status == SILENT_STATUS:
+            return Health.ENGINE_SILENT
         return Health.HEALTHY if status == 200 else Health.FAILING
 
     def _is_ours(self) -> bool:

@@ -16,6 +16,8 @@ import secrets
 GREETING = "/lockstep/greeting"
 NONCE_HEADER = "x-lockstep-nonce"
 PROOF_HEADER = "x-lockstep-proof"
+# Seconds for which the caller of a call waits. The server does not take its engine for dead before that.
+LIMIT_HEADER = "x-lockstep-limit"
 # The authorization scheme of a trainer's calls.
 SCHEME = "Lockstep"
 _NONCE_BYTES, _LONGEST_NONCE = 16, 64

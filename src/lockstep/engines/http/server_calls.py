@@ -23,7 +23,15 @@ import httpx
 import msgspec
 
 from lockstep.engines.http.call_loop import CallLoop, Pending
-from lockstep.engines.http.greeting import GREETING, NONCE_HEADER, PROOF_HEADER, Session, make_nonce, server_proof
+from lockstep.engines.http.greeting import (
+    GREETING,
+    LIMIT_HEADER,
+    NONCE_HEADER,
+    PROOF_HEADER,
+    Session,
+    make_nonce,
+    server_proof,
+)
 from lockstep.engines.protocol import EngineSettings
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.errors import EngineLost, InputError, LockstepError
@@ -109,7 +117,9 @@ class ServerCalls:
         # `/health` needs no key. While the server restarts, another program may have its port, and a greeting would raise an error.
         session = None if path == HEALTH or self._key is None else await self._open_session(self._key, limit)
         call = make_nonce()
-        headers = {} if session is None else {"Authorization": session.authorization(call)}
+        headers = {LIMIT_HEADER: f"{limit:.3f}"}
+        if session is not None:
+            headers["Authorization"] = session.authorization(call)
         answer, answer_text = await self._send(method, path, limit, headers, json=body, params=query)
         if answer.status_code >= 500:
             raise self._lost(path, f"answered {answer.status_code}: {answer_text[:_SHOWN]}", refused=True)

@@ -121,7 +121,7 @@ def _exchange(process: subprocess.Popen[str], line: str | None) -> dict[str, Any
             process.stdin.flush()
         answer = process.stdout.readline()
         found = json.loads(answer) if answer.endswith("\n") else None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise EnvironmentDied(f"its process is gone, or answered no JSON ({error})") from error
     if not isinstance(found, dict):
         raise EnvironmentDied(f"its process ended with code {process.wait()}")

@@ -8,7 +8,7 @@ import torch
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
 from lockstep.engines.vllm.patches.kept_ids import carry_kept_ids
 from lockstep.engines.vllm.patches.norms import register_norms
-from lockstep.engines.vllm.workers.environment import end_with_trainer
+from lockstep.engines.vllm.workers.environment import end_with_trainer, end_without_carriers
 
 Result = TypeVar("Result")
 _CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "ServerWeightTransfer"}
@@ -22,8 +22,10 @@ def register() -> None:
     """Register our weight-transfer backends and norms with vLLM, and make vLLM pass on the kept ids.
 
     vLLM may call this several times. In a worker process beside a trainer, also let the process end when the trainer dies.
+    A process that cannot answer any more ends too.
     """
     end_with_trainer()
+    end_without_carriers()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.models import registry
 

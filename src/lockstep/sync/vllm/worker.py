@@ -54,6 +54,10 @@ class LockstepWorker:
             "available_bytes": available_bytes(),
         }
 
+    def lockstep_alive(self) -> dict[str, Any]:
+        """An answer. The server asks for it now and then, to learn whether its engine still answers."""
+        return {}
+
     def lockstep_update(self) -> dict[str, bool]:
         """Whether a weight update is open. If the calling trainer has not begun it, an earlier trainer left it open."""
         return {"open": self._weight_update_active}

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.tokens.json_values import check_json
+
 SURROGATE = re.compile("[\ud800-\udfff]")
 _SPACE = re.compile(r"\s*")
 
@@ -83,10 +85,10 @@ def _checked(name: str, arguments: Any, call_id: str | None = None) -> ToolCall:
     if not isinstance(arguments, dict):
         raise BadCall("has arguments that are not a JSON object")
     try:
-        said = json.dumps([name, arguments, call_id], ensure_ascii=False, allow_nan=False)
+        check_json(arguments)
     except ValueError as error:
-        # 1e999 is a number of JSON, and no float.
-        raise BadCall("has a number that is too large") from error
+        raise BadCall(f"has arguments that cannot be used: {error}") from error
+    said = json.dumps([name, arguments, call_id], ensure_ascii=False)
     if SURROGATE.search(said):
         raise BadCall("contains a control token, or half of a character")
     return ToolCall(name, arguments, call_id)

@@ -171,6 +171,28 @@ def end_with_trainer() -> None:
     threading.Thread(target=end, name="lockstep-end-with-trainer", daemon=True).start()
 
 
+# Threads of vLLM that carry the messages of a process, by a part of their names.
+_CARRIERS = ("process_input_sockets", "process_output_sockets", "WorkerAsyncOutputCopy")
+
+
+def end_without_carriers() -> None:
+    """Let a process of vLLM end when a thread that carries its messages ends by an error, such as an answer that cannot be encoded.
+
+    Otherwise the process would live on and answer nothing, and vLLM's health check would not notice it (vLLM 0.32.0).
+    """
+    report = threading.excepthook
+    if hasattr(report, "lockstep_ends"):
+        return
+
+    def end(failed: threading.ExceptHookArgs) -> None:
+        report(failed)
+        if failed.thread is not None and any(name in failed.thread.name for name in _CARRIERS):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    end.lockstep_ends = True  # type: ignore[attr-defined]
+    threading.excepthook = end
+
+
 def close_at_exit(close: Callable[[], None]) -> Callable[[], None]:
     """Call a bound method when Python exits, if its object still exists. Returns a function that cancels the call.
 
