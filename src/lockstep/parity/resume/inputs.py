@@ -1,4 +1,4 @@
-"""The proof of a run's inputs: its data, its reward functions and its settings are those with which it began.
+"""The proof of a run's inputs: its data, reward functions, settings and model files are those with which it began.
 
 A run writes their digests into the receipt's first line (`training/generate/proofs/proofs.py`). A resumed run compares them before
 it loads anything (`training/trainers/hooks/whole_checkpoints.py`).
@@ -14,6 +14,8 @@ import xxhash
 
 from lockstep.errors import InputError
 from lockstep.images.pictures import PromptPictures
+from lockstep.parity.resume.model_inputs import changed_meaning
+from lockstep.parity.resume.surroundings import same_readers
 
 _NAMED = 5
 
@@ -53,6 +55,23 @@ def _text(value: Any) -> str:
 def changed_digests(earlier: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Names whose digests differ, or that only one of the two has."""
     return sorted(name for name in earlier.keys() | now.keys() if earlier.get(name) != now.get(name))
+
+
+def changed_inputs(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of a run's data, code and model differs from the start before, in words.
+
+    Args:
+        earlier, now: what `run_files/run_identity.py` has made of a run's inputs. A receipt of an older Lockstep has fewer parts,
+            and what it lacks is not compared.
+    """
+    before, after = earlier.get("model", {}), now["model"]
+    same = same_readers(earlier.get("surroundings", {}), now["surroundings"])
+    return [
+        *changed_digests(earlier["data"], now["data"]),
+        *changed_digests(earlier["code"], now["code"]),
+        *(changed_digests(before["weights"], after["weights"]) if before else ()),
+        *(changed_meaning(before["files"], after["files"], same_libraries=same) if before else ()),
+    ]
 
 
 def check_inputs(changed: Sequence[str], *, accept: bool) -> None:
