@@ -7,6 +7,7 @@ it loads anything (`training/trainers/hooks/whole_checkpoints.py`).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from lockstep.errors import InputError
 from lockstep.images.pictures import PromptPictures
 from lockstep.parity.resume.model_inputs import changed_meaning
 from lockstep.parity.resume.surroundings import same_readers
+
+_logger = logging.getLogger(__name__)
 
 _NAMED = 5
 
@@ -61,16 +64,20 @@ def changed_inputs(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     """What of a run's data, code and model differs from the start before, in words.
 
     Args:
-        earlier, now: what `run_files/run_identity.py` has made of a run's inputs. A receipt of an older Lockstep has fewer parts,
-            and what it lacks is not compared.
+        earlier, now: what `run_files/run_identity.py` has made of a run's inputs. An older Lockstep has digested code in
+            another way, and no model.
     """
-    before, after = earlier.get("model", {}), now["model"]
-    same = same_readers(earlier.get("surroundings", {}), now["surroundings"])
+    changed = changed_digests(earlier["data"], now["data"])
+    if "model" not in earlier:
+        _logger.warning("an older Lockstep began this run; its code and its model's files are not compared")
+        return changed
+    before, after = earlier["model"], now["model"]
+    same = same_readers(earlier["surroundings"], now["surroundings"])
     return [
-        *changed_digests(earlier["data"], now["data"]),
+        *changed,
         *changed_digests(earlier["code"], now["code"]),
-        *(changed_digests(before["weights"], after["weights"]) if before else ()),
-        *(changed_meaning(before["files"], after["files"], same_libraries=same) if before else ()),
+        *changed_digests(before["weights"], after["weights"]),
+        *changed_meaning(before["files"], after["files"], same_libraries=same),
     ]
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.base_digest import base_digest, weights_digest
+from lockstep.models.reward_model import RewardModel
 from lockstep.parity.resume.code_digest import code_digest
 from lockstep.parity.resume.inputs import data_digest
-from lockstep.parity.resume.model_inputs import config_meaning, model_meaning
+from lockstep.parity.resume.model_inputs import config_meaning, model_meaning, tokenizer_meaning
 from lockstep.parity.resume.surroundings import surroundings
 from lockstep.rollouts.group import Prompt
 from lockstep.training.config.online_config import OnlineConfig
@@ -105,20 +107,35 @@ def run_inputs(
         model: from `model_inputs`.
     """
     found: dict[str, str] = {}
+    files: dict[Path, str] = {}
+    own = dict(model["files"])
     for kind, given in code.items():
         several = given.values() if isinstance(given, Mapping) else given
         alone = isinstance(given, str) or not isinstance(several, Iterable)
         for place, one in enumerate([given] if alone else several):
             if one is not None:
                 name = getattr(one, "__name__", type(one).__name__)
-                found[f"{kind} {name}" + (f" ({place + 1})" if f"{kind} {name}" in found else "")] = code_digest(one)
+                digest = code_digest(one)
+                found[f"{kind} {name}" + (f" ({place + 1})" if f"{kind} {name}" in found else "")] = digest.objects
+                files |= digest.files
+                if isinstance(one, RewardModel):
+                    own |= {
+                        f"config.json of reward model {name}": config_meaning(one.model.config),
+                        f"tokenizer of reward model {name}": tokenizer_meaning(one.tokenizer),
+                    }
+    by_title: dict[str, list[str]] = {}
+    for path, text in files.items():
+        # Two files may have one name. Where they lie does not count.
+        title = f"{path.parent.name}/{path.name}" if path.stem == "__init__" else path.name
+        by_title.setdefault(title, []).append(text)
+    found |= {f"file {title}": " ".join(sorted(texts)) for title, texts in by_title.items()}
     settings = json.loads(json.dumps(curve_settings(config), default=str))
     return {
         "data": {f"{part} data": data_digest(prompts) for part, prompts in data.items()},
         "code": found,
         # The text of an object without one of its own has its address, which differs between processes.
         "settings": {name: value for name, value in settings.items() if " object at 0x" not in str(value)},
-        "model": dict(model),
+        "model": {**model, "files": own},
         "surroundings": surroundings(),
     }
 
