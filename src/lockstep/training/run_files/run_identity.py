@@ -128,7 +128,7 @@ def run_inputs(
         # Two files may have one name. Where they lie does not count.
         title = f"{path.parent.name}/{path.name}" if path.stem == "__init__" else path.name
         by_title.setdefault(title, []).append(text)
-    found |= {f"file {title}": " ".join(sorted(texts)) for title, texts in by_title.items()}
+    found |= {f"your file {title}": " ".join(sorted(texts)) for title, texts in by_title.items()}
     settings = json.loads(json.dumps(curve_settings(config), default=str))
     return {
         "data": {f"{part} data": data_digest(prompts) for part, prompts in data.items()},
