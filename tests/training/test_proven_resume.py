@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,10 +15,12 @@ import pytest
 import torch
 from datasets import Dataset
 from methods import GROUPS, PROMPTS, lora
+from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
+from lockstep.models.policy import load_policy
 from lockstep.parity.receipt import RECEIPT, check_receipt, read_receipt
 from lockstep.training.trainers.hooks import whole_checkpoints
 
@@ -114,6 +117,103 @@ def test_changed_inputs_are_refused_and_taken_where_that_is_asked_for(make: Make
     starts = [entry["inputs"] for entry in read_receipt(tmp_path / RECEIPT) if entry["kind"] == "start"]
     assert "changed" not in starts[0]
     assert len(starts[1]["changed"]) == named.count(",") + 1
+
+
+def other_folder(model_dir: str, folder: Path, **config: Any) -> str:
+    """A copy of a model in another folder, whose config is written anew."""
+    shutil.copytree(model_dir, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(dict(reversed({**json.loads(path.read_text()), **config}.items())), indent=5))
+    return str(folder)
+
+
+def changed_weights(model_dir: str) -> str:
+    weights = load_file(f"{model_dir}/model.safetensors")
+    name = next(name for name in weights if "norm" in name)
+    save_file({**weights, name: weights[name] * 1.01}, f"{model_dir}/model.safetensors", {"format": "pt"})
+    return model_dir
+
+
+# By what differs: of the model's folder, and in the run.
+MODELS: dict[str, tuple[dict[str, Any], bool, dict[str, Any], str]] = {
+    "config": ({"rms_norm_eps": 1e-3}, False, {}, r"config.json \(rms_norm_eps was 1e-06, is 0.001\)"),
+    "base": ({}, True, {"peft": True}, "weights of the base model"),
+    "reference": ({}, True, {"beta": 0.1}, "weights of the reference model"),
+    "a model given as reference": ({}, True, {"beta": 0.1, "given": True}, "weights of the reference model"),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_a_run_goes_on_only_with_the_model_with_which_it_began(untied_dir: str, tmp_path: Path, what: str) -> None:
+    """The trainer starts its own engine, so that both load the same folder."""
+    config, other_weights, how, named = MODELS[what]
+
+    def run(place: str, **fields: Any) -> Any:
+        arguments: dict[str, Any] = {"peft_config": lora()} if how.get("peft") else {}
+        model = place
+        if how.get("given"):
+            model, arguments = untied_dir, {"ref_model": load_policy(place)}
+        wanted = {**SAVES, "use_vllm": False, "beta": how.get("beta", 0.0), "save_steps": 2, **fields}
+        return methods.make("GRPO", model, tmp_path / "run", None, wanted, **arguments)  # type: ignore[arg-type]
+
+    with closing(run(untied_dir)) as first:
+        first.train()
+    other = other_folder(untied_dir, tmp_path / "other", **config)
+    if other_weights:
+        changed_weights(other)
+    with closing(run(other, max_steps=3)) as again, pytest.raises(InputError, match=f"changed since: {named}. Put"):
+        resume(again, tmp_path / "run")
+    with closing(run(other, max_steps=3, resume_with_changes=True)) as wanted:
+        resume(wanted, tmp_path / "run")
+        assert wanted.state.global_step == 3
+    # A folder in another place, with files that say the same in other words.
+    shutil.rmtree(tmp_path / "run" / "checkpoint-3")
+    with closing(run(other_folder(other, tmp_path / "same"), max_steps=4)) as same:
+        resume(same, tmp_path / "run")
+        assert same.state.global_step == 4
+
+
+def test_weights_that_every_checkpoint_has_may_be_gone_from_the_models_folder(untied_dir: str, tmp_path: Path) -> None:
+    def run(place: str, steps: int) -> Any:
+        wanted = {**SAVES, "use_vllm": False, "max_steps": steps}
+        return methods.make("GRPO", place, tmp_path / "run", None, wanted)  # type: ignore[arg-type]
+
+    with closing(run(untied_dir, 2)) as first:
+        first.train()
+    with closing(run(changed_weights(other_folder(untied_dir, tmp_path / "other")), 3)) as again:
+        resume(again, tmp_path / "run")
+        assert again.state.global_step == 3
+
+
+BITWISE = {"a warning": (False, False), "refused": (True, False), "taken": (True, True)}
+
+
+@pytest.mark.parametrize("what", BITWISE)
+def test_other_versions_devices_or_threads_are_a_warning_or_refused_where_bits_must_be_equal(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    bitwise, accept = BITWISE[what]
+    make(tmp_path).train()
+    run = make(tmp_path, max_steps=3, resume_with_changes=accept)
+    run.args.full_determinism = bitwise
+    run.inputs["surroundings"] = {**run.inputs["surroundings"], "threads": 99}
+    if what == "refused":
+        with pytest.raises(InputError, match=r"equal to the bit, and the run began elsewhere: threads was \d+, is 99"):
+            run.check_resume(True)
+        return
+    run.check_resume(True)
+    assert "threads was" in caplog.text
+    assert "is 99" in caplog.text
+
+
+def test_a_receipt_of_an_older_version_without_these_inputs_is_taken(make: Make, tmp_path: Path) -> None:
+    make(tmp_path).train()
+    (start,) = [entry for entry in read_receipt(tmp_path / RECEIPT) if entry["kind"] == "start"]
+    for name in ("model", "surroundings"):
+        del start["inputs"][name]
+    run = make(tmp_path, max_steps=3)
+    run.checked = tmp_path / "checkpoint-2", start
+    run.check_resume(str(tmp_path / "checkpoint-2"))
 
 
 def test_a_longer_run_with_other_bookkeeping_is_the_same_run(make: Make, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 # Fields that do not change what a model computes, or that only say where it came from.
-_NOT_COMPARED = {
+NOT_COMPARED = {
     "_attn_implementation_internal",
     "_name_or_path",
     "architectures",
@@ -38,7 +38,7 @@ _NOT_COMPARED = {
 
 def model_fields(config: Any) -> dict[str, Any]:
     """The fields of a transformers config that describe the model's computation, as JSON types."""
-    fields = {k: v for k, v in config.to_dict().items() if k not in _NOT_COMPARED and "dropout" not in k}
+    fields = {k: v for k, v in config.to_dict().items() if k not in NOT_COMPARED and "dropout" not in k}
     return json.loads(json.dumps(fields, default=str, sort_keys=True))
 
 

@@ -46,6 +46,9 @@ class ImagePrompts:
     Raises:
         InputError: the model has no image processor, the tokenizer lacks an id that stands beside pictures, or a limit does not
             fit the model.
+
+    Attributes:
+        processor: the image processor, with the limits.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class ImagePrompts:
             raise InputError(f"model {path} comes without a usable image processor: {error}") from error
         limits.set_sizes(processor, config)
         self._model, self._tokenizer, self._limits, self._urls = model, tokenizer, limits, urls
+        self.processor = processor
         self._placeholder = int(config.image_token_id)
         self._template = template_of(tokenizer, chat_template_kwargs, self._placeholder)
         kind = InTiles(processor, config, tokenizer) if reads_tiles(config) else InPatches(processor, config)

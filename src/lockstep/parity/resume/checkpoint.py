@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -87,17 +87,19 @@ def check_sealed(folder: Path, sealed: str) -> None:
         raise InputError(f"{TRAINER_STATE} of {folder.name} was changed, or is of another checkpoint")
 
 
-def check_loaded(folder: Path, memory: Mapping[str, str]) -> None:
+def check_loaded(folder: Path, memory: Mapping[str, str], taken_anew: Collection[str] = ()) -> None:
     """Compare what is in memory after a checkpoint was loaded with what was in memory when it was written.
 
     Args:
         memory: digests of the tensors in memory, from `memory_digests`.
+        taken_anew: names that are not compared, because the user wants other values than those of then.
 
     Raises:
         ProofError: a tensor of the model, the optimizer or the schedule differs.
     """
     wanted = json.loads((folder / DIGESTS).read_text())["memory"]
-    wrong = sorted(name for name in wanted.keys() | memory.keys() if wanted.get(name) != memory.get(name))
+    compared = (wanted.keys() | memory.keys()) - set(taken_anew)
+    wrong = sorted(name for name in compared if wanted.get(name) != memory.get(name))
     if wrong:
         raise ProofError(
             "checkpoint",

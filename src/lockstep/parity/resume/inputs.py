@@ -1,4 +1,4 @@
-"""The proof of a run's inputs: its data, its reward functions and its settings are those with which it began.
+"""The proof of a run's inputs: its data, reward functions, settings and model files are those with which it began.
 
 A run writes their digests into the receipt's first line (`training/generate/proofs/proofs.py`). A resumed run compares them before
 it loads anything (`training/trainers/hooks/whole_checkpoints.py`).
@@ -7,6 +7,7 @@ it loads anything (`training/trainers/hooks/whole_checkpoints.py`).
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,10 @@ import xxhash
 
 from lockstep.errors import InputError
 from lockstep.images.pictures import PromptPictures
+from lockstep.parity.resume.model_inputs import changed_meaning
+from lockstep.parity.resume.surroundings import same_readers
+
+_logger = logging.getLogger(__name__)
 
 _NAMED = 5
 
@@ -53,6 +58,27 @@ def _text(value: Any) -> str:
 def changed_digests(earlier: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Names whose digests differ, or that only one of the two has."""
     return sorted(name for name in earlier.keys() | now.keys() if earlier.get(name) != now.get(name))
+
+
+def changed_inputs(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What of a run's data, code and model differs from the start before, in words.
+
+    Args:
+        earlier, now: what `run_files/run_identity.py` has made of a run's inputs. An older Lockstep has digested code in
+            another way, and no model.
+    """
+    changed = changed_digests(earlier["data"], now["data"])
+    if "model" not in earlier:
+        _logger.warning("an older Lockstep began this run; its code and its model's files are not compared")
+        return changed
+    before, after = earlier["model"], now["model"]
+    same = same_readers(earlier["surroundings"], now["surroundings"])
+    return [
+        *changed,
+        *changed_digests(earlier["code"], now["code"]),
+        *changed_digests(before["weights"], after["weights"]),
+        *changed_meaning(before["files"], after["files"], same_libraries=same),
+    ]
 
 
 def check_inputs(changed: Sequence[str], *, accept: bool) -> None:

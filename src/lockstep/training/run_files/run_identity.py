@@ -9,10 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.models.base_digest import base_digest, weights_digest
+from lockstep.models.reward_model import RewardModel
 from lockstep.parity.resume.code_digest import code_digest
 from lockstep.parity.resume.inputs import data_digest
+from lockstep.parity.resume.model_inputs import config_meaning, model_meaning, tokenizer_meaning
+from lockstep.parity.resume.surroundings import surroundings
 from lockstep.rollouts.group import Prompt
 from lockstep.training.config.online_config import OnlineConfig
 
@@ -51,6 +57,8 @@ _BOOKKEEPING: dict[str, set[str]] = {
     "whether it may go on with other inputs": {"resume_with_changes"},
     "an object that is not comparable": {"accelerator_config"},
 }  # fmt: skip
+# What the receipt calls the weights under an adapter.
+BASE = "weights of the base model"
 _IGNORED = frozenset().union(*_BOOKKEEPING.values())
 # A run may become longer. Its steps so far equal those of the longer run, unless the learning rate depends on the length.
 _MAY_GROW = ("max_steps", "num_train_epochs")
@@ -67,30 +75,80 @@ def curve_settings(config: OnlineConfig) -> dict[str, Any]:
     return kept | ({"processes": config.world_size} if config.world_size > 1 else {})
 
 
-def run_inputs(
-    data: Mapping[str, Sequence[Prompt]], code: Mapping[str, Any], config: OnlineConfig
+def model_inputs(
+    policy: Any, tokenizer: Any, end_ids: tuple[int, ...], images: Any, reference: Any, *, own: bool
 ) -> dict[str, dict[str, Any]]:
-    """What a run learns from, for its receipt: digests of its data and of the user's code, and its settings.
+    """What a run takes of models that its checkpoints do not bring back: the meaning of their files, and digests of weights.
+
+    Args:
+        policy: the model that will be trained, as it was loaded.
+        end_ids: the tokens that end a completion.
+        images: the image processor; None: there is none.
+        reference: a reference model of its own that stays as it is; None: there is none.
+        own: whether the user has given it.
+    """
+    weights = {BASE: base_digest(policy)} if is_adapted(policy) else {}
+    files = model_meaning(causal_model(policy), tokenizer, end_ids, images)
+    if reference is not None:
+        weights["weights of the reference model"] = weights_digest(reference)
+        if own:
+            files["config.json of the reference model"] = config_meaning(reference.config)
+    return {"weights": weights, "files": files}
+
+
+def run_inputs(
+    data: Mapping[str, Sequence[Prompt]], code: Mapping[str, Any], config: OnlineConfig, model: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """What a run learns from, for its receipt: digests of its data and of the user's code, its settings, model and surroundings.
 
     Args:
         data: the prompts of each part of the data.
         code: functions and other objects of the user's that take part, by kind: one, several, or a mapping of them.
+        model: from `model_inputs`.
     """
     found: dict[str, str] = {}
+    files: dict[Path, str] = {}
+    own = dict(model["files"])
     for kind, given in code.items():
         several = given.values() if isinstance(given, Mapping) else given
         alone = isinstance(given, str) or not isinstance(several, Iterable)
         for place, one in enumerate([given] if alone else several):
             if one is not None:
                 name = getattr(one, "__name__", type(one).__name__)
-                found[f"{kind} {name}" + (f" ({place + 1})" if f"{kind} {name}" in found else "")] = code_digest(one)
+                digest = code_digest(one)
+                found[f"{kind} {name}" + (f" ({place + 1})" if f"{kind} {name}" in found else "")] = digest.objects
+                files |= digest.files
+                if isinstance(one, RewardModel):
+                    own |= {
+                        f"config.json of reward model {name}": config_meaning(one.model.config),
+                        f"tokenizer of reward model {name}": tokenizer_meaning(one.tokenizer),
+                    }
+    by_title: dict[str, list[str]] = {}
+    for path, text in files.items():
+        # Two files may have one name. Where they lie does not count.
+        title = f"{path.parent.name}/{path.name}" if path.stem == "__init__" else path.name
+        by_title.setdefault(title, []).append(text)
+    found |= {f"your file {title}": " ".join(sorted(texts)) for title, texts in by_title.items()}
     settings = json.loads(json.dumps(curve_settings(config), default=str))
     return {
         "data": {f"{part} data": data_digest(prompts) for part, prompts in data.items()},
         "code": found,
         # The text of an object without one of its own has its address, which differs between processes.
         "settings": {name: value for name, value in settings.items() if " object at 0x" not in str(value)},
+        "model": {**model, "files": own},
+        "surroundings": surroundings(),
     }
+
+
+def has_other_base(starts: Sequence[Mapping[str, Any]], now: Mapping[str, Any]) -> bool:
+    """Whether an adapter lies on another base than when its checkpoint was written.
+
+    Args:
+        starts: the inputs of the starts up to the checkpoint.
+        now: those of this run.
+    """
+    (before, after) = ((inputs.get("model", {}).get("weights", {}).get(BASE)) for inputs in (starts[-1], now))
+    return before is not None and before != after
 
 
 def changed_fields(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

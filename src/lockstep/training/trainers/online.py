@@ -51,7 +51,7 @@ from lockstep.training.methods.objective import Objective
 from lockstep.training.run_files.changes import Changes
 from lockstep.training.run_files.completion_log import show_generation
 from lockstep.training.run_files.method_state import MethodState
-from lockstep.training.run_files.run_identity import run_inputs
+from lockstep.training.run_files.run_identity import model_inputs, run_inputs
 from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import leave_unwrapped
 from lockstep.training.step.generation import Preparation
@@ -236,8 +236,15 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             "agent": agent,
         }
         rows = {"train": self._train_prompts, **(self._eval_prompts or {SINGLE: []})}
+        still = self.reference.own if self.reference is not None and not follows else None
+
+        def take_inputs() -> None:
+            processor = images.processor if images is not None else None
+            own = model_inputs(policy, tokenizer, ends, processor, still, own=ref_model is not None)
+            self.inputs |= run_inputs(rows, code, args, own)
+
         self.inputs = {}
-        self.ranks.on_owner("inputs", lambda: self.inputs.update(run_inputs(rows, code, args)))
+        self.ranks.on_owner("inputs", take_inputs)
         self.rows = {part: len(prompts) for part, prompts in rows.items() if prompts}
         self._seen = {name: self.count_seen(prompts) for name, prompts in self._eval_prompts.items()}
         self.changes = Changes(self.objective, scorer, self.settings)

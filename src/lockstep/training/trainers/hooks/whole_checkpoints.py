@@ -21,7 +21,8 @@ from lockstep.models.adapters import is_adapted
 from lockstep.models.policy import BAD_FILES, first_line
 from lockstep.parity.receipt import RECEIPT
 from lockstep.parity.resume.checkpoint import TRAINER_STATE, check_loaded, memory_digests, seal
-from lockstep.parity.resume.inputs import changed_digests, check_inputs
+from lockstep.parity.resume.inputs import changed_inputs, check_inputs
+from lockstep.parity.resume.surroundings import changed_surroundings, check_surroundings
 from lockstep.parity.step.optimizer_settings import Taken, taken_of
 from lockstep.report.busy import busy
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -30,7 +31,7 @@ from lockstep.sync.source import PlainSource
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.run_files.checkpoints import checkpoint_step, guarded_save, last_checkpoint, whole_or_absent
 from lockstep.training.run_files.method_state import MethodState
-from lockstep.training.run_files.run_identity import changed_fields
+from lockstep.training.run_files.run_identity import changed_fields, has_other_base
 from lockstep.training.run_files.whole_run import check_checkpoint, optimizer_lines
 from lockstep.training.step.distributed import check_shards
 
@@ -52,6 +53,8 @@ class WholeCheckpoints(Trainer):
     checked: tuple[Path, dict[str, Any]] | None = None
     # What the receipt says about the optimizer of a resumed run, and the fields of the config that have changed since.
     _resumed_with: tuple[Taken, Sequence[str]] = (Taken(None, []), ())
+    # Whether the base under the adapter is another one than that of the checkpoint.
+    _has_other_base: bool = False
     _digests: Mapping[str, str] = {}
     _method_state: MethodState
 
@@ -65,12 +68,12 @@ class WholeCheckpoints(Trainer):
         Raises:
             InputError: there is no whole checkpoint, it is not as the run wrote it, or an input has changed.
         """
-        self._resumed_with = Taken(None, []), ()
+        self._resumed_with, self._has_other_base = (Taken(None, []), ()), False
         if not asked:
             return
         folder = _named(asked, self.args.output_dir)
 
-        def check() -> tuple[list[dict[str, Any]], list[str]]:
+        def check() -> tuple[list[dict[str, Any]], list[str], bool]:
             receipt = folder.parent / RECEIPT
             if not receipt.exists():
                 # The checkpoint was copied, for example from the hub.
@@ -81,11 +84,15 @@ class WholeCheckpoints(Trainer):
             )
             earlier = start["inputs"]
             changed = [
-                *changed_digests(earlier["data"], self.inputs["data"]),
-                *changed_digests(earlier["code"], self.inputs["code"]),
+                *changed_inputs(earlier, self.inputs),
                 *changed_fields(earlier["settings"], self.inputs["settings"]),
             ]
             check_inputs(changed, accept=self.args.resume_with_changes)
+            check_surroundings(
+                changed_surroundings(earlier.get("surroundings", {}), self.inputs["surroundings"]),
+                bitwise=self.args.full_determinism or torch.are_deterministic_algorithms_enabled(),
+                accept=self.args.resume_with_changes,
+            )
             if changed:
                 self.inputs["changed"] = changed
             here = Path(self.args.output_dir or ".") / RECEIPT
@@ -93,9 +100,14 @@ class WholeCheckpoints(Trainer):
                 # The run goes on in another directory. Its chain goes on there too.
                 here.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(receipt, here)
-            return optimizer_lines(receipt, checkpoint_step(folder)), changed
+            lines = optimizer_lines(receipt, checkpoint_step(folder))
+            return (
+                lines,
+                changed,
+                has_other_base([entry["inputs"] for entry in lines if "inputs" in entry], self.inputs),
+            )
 
-        entries, changed = self.ranks.from_owner("checkpoint", check, list, tuple)
+        entries, changed, self._has_other_base = self.ranks.from_owner("checkpoint", check, list, tuple)
         self._resumed_with = taken_of(entries, changed), changed
 
     # ---- write ------------------------------------------------------------------------------------------------------
@@ -214,7 +226,14 @@ class WholeCheckpoints(Trainer):
             (memory, *_) = (
                 self.ranks.share("loaded", lambda: dict(self._memory())) if self.ranks.passes else (self._memory(),)
             )
-            check_loaded(Path(checkpoint), memory)
+            check_loaded(Path(checkpoint), memory, self._taken_anew(memory))
+
+    def _taken_anew(self, memory: Mapping[str, str]) -> list[str]:
+        """Names of the tensors of another base under the adapter, which the user has asked for (`resume_with_changes`)."""
+        if not self._has_other_base:
+            return []
+        saved = self._named()
+        return [name for name in memory if name.startswith("policy.") and name not in saved]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with whole(checkpoint, "the state of random numbers"):
