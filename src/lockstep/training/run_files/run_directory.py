@@ -18,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.files import free_name, replace_text
 from lockstep.parity.receipt import RECEIPT
 from lockstep.report.page.run_record import AFTER, END, REPORT, SUMMARY
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.run_files.checkpoints import (
     checkpoint_step,
+    clear_places,
     cut_back,
-    free_name,
+    finish_replacement,
     last_checkpoint,
     set_damaged_aside,
 )
@@ -101,10 +103,12 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     known = folder / SETTINGS
     if known.exists() and known.is_dir():
         raise InputError(f"{known} is a directory; give another output_dir")
+    finish_replacement(folder)
     set_damaged_aside(folder)
     checkpoint, start = last_checkpoint(folder), None
     if checkpoint is not None and not known.exists():
         raise InputError(f"{folder} holds checkpoints of something else (no {SETTINGS}); give another output_dir")
+    clear_places(folder)
     if checkpoint is not None:
         earlier = _settings_in(folder)
         if changed := changed_fields(earlier, settings):
@@ -117,7 +121,7 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
         _lengthen(folder, earlier, settings, checkpoint_step(checkpoint))
     if known.exists():
         cut_back(folder, checkpoint)
-    known.write_text(json.dumps(settings, indent=1) + "\n")
+    replace_text(known, json.dumps(settings, indent=1) + "\n")
     return RunPlace(folder, checkpoint, start)
 
 
