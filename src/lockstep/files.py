@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -109,6 +110,25 @@ def publish_folder(made: Path, place: Path) -> None:
     sync_folder(made)
     made.rename(place)
     _sync(place.parent)
+
+
+@contextmanager
+def making_folder(place: Path) -> Iterator[Path]:
+    """Within the block, a folder is filled under another name beside its place. At the end of the block it gets its name.
+
+    Raises:
+        OSError: the files cannot be brought to the disk. There is no folder.
+    """
+    made = place.with_name(f".{place.name}.new")
+    # A kill may have left it.
+    shutil.rmtree(made, ignore_errors=True)
+    try:
+        made.mkdir(parents=True)
+        yield made
+        publish_folder(made, place)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
 
 
 def free_name(wanted: Path) -> Path:

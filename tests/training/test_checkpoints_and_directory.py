@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from lockstep import GRPOConfig
 from lockstep.errors import InputError, LockstepError
 from lockstep.parity.receipt import RECEIPT, Receipt
 from lockstep.parity.resume.checkpoint import seal
+from lockstep.training.run_files import run_directory
 from lockstep.training.run_files.checkpoints import (
     UNFINISHED,
     checkpoint_step,
@@ -237,9 +240,28 @@ def test_checkpoints_of_something_else_are_not_touched(tmp_path: Path) -> None:
 
 
 def test_two_processes_cannot_share_a_directory(tmp_path: Path) -> None:
-    with locked_run(tmp_path / "run", {}), pytest.raises(InputError, match="another process is running in"):
+    with (
+        locked_run(tmp_path / "run", {}),
+        pytest.raises(InputError, match="another command of this process is running in"),
+    ):
         open_run(tmp_path / "run", {})
     open_run(tmp_path / "run", {})
+
+
+def test_a_run_that_ends_while_another_command_looks_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real = open_run(tmp_path / "run", {}).folder, run_directory.locked
+
+    @contextmanager
+    def ends_first(folder: Path, alone: str) -> Iterator[None]:
+        if not (run / "summary.json").exists():
+            (run / "summary.json").write_text("{}")
+        with real(folder, alone):
+            yield
+
+    monkeypatch.setattr(run_directory, "locked", ends_first)
+    assert open_run(run, {}).folder == tmp_path / "run-2"
 
 
 def test_a_start_that_failed_does_not_hold_the_directory_for_its_settings(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ because its results would belong to neither of the two configurations.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from lockstep.training.run_files.checkpoints import (
     last_checkpoint,
     set_damaged_aside,
 )
+from lockstep.training.run_files.lock import locked
 from lockstep.training.run_files.run_identity import changed_fields, follows_length, longer
 from lockstep.training.run_files.whole_run import check_checkpoint, restore_metrics
 
@@ -65,20 +65,13 @@ def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPl
             files cannot be read.
     """
     settings = json.loads(json.dumps(settings, default=str))
-    folder = _place(Path(output_dir), settings)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a")
-    except OSError as error:
-        raise InputError(f"output_dir {folder} cannot be used: {error}") from error
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"another process is running in {folder}; wait for it, or give another output_dir"
-            ) from error
-        yield _prepare(folder, settings)
+    while True:
+        folder = _place(Path(output_dir), settings)
+        with locked(folder, "command"):
+            # The run of another process may have ended meanwhile.
+            if _place(Path(output_dir), settings) == folder:
+                yield _prepare(folder, settings)
+                return
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, 
 from lockstep.report.summary import summarise
 from lockstep.training.run_files.about_run import about_run
 from lockstep.training.run_files.checkpoints import clear_places, clear_unfinished, cut_log
+from lockstep.training.run_files.lock import Occupied, locked
 from lockstep.training.run_files.rollout_files import keep_rollouts, remove_after
 from lockstep.training.run_files.saved_evaluation import evaluation_line, proven_evaluation, save_evaluation
 from lockstep.training.run_files.shown_rollouts import shown_generation, shown_rollout
@@ -136,6 +137,14 @@ class RunFiles(TrainerCallback):
         after = self._has_trained or 0 < state.max_steps <= state.global_step
         if not after and state.global_step:
             return
+        try:
+            with locked(self.folder):
+                self._save_evaluation(metrics, after=after)
+        except Occupied as error:
+            _logger.warning(f"the evaluation is not written to a file: {error}")
+
+    def _save_evaluation(self, metrics: dict[str, float], *, after: bool) -> None:
+        trainer = self._trainer
         groups, turns, images = trainer.last_eval_groups, [], trainer.config.log_multimodal
         if after:
             # The policy has not moved since the evaluation.
@@ -144,7 +153,6 @@ class RunFiles(TrainerCallback):
                 shown_rollout(r, trainer.processing_class, trainer.proofs.token_gaps, images=images) for r in first
             ]
         self._has_before |= not after
-        self.folder.mkdir(parents=True, exist_ok=True)
         save_evaluation(self.folder / (AFTER if after else BEFORE), metrics, groups, turns, images=images)
         if after and not self.awaits_evaluation:
             self.finish()
@@ -172,7 +180,7 @@ class RunFiles(TrainerCallback):
             if self._failure is not error and self._trainer.ranks.owner:
                 self._failure = error
                 # Whatever goes wrong with these files must not hide the error itself.
-                with suppress(Exception):
+                with suppress(Exception), locked(self.folder):
                     self._fail(error)
             self._is_training = False
             raise

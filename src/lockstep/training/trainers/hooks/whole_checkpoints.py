@@ -18,6 +18,7 @@ from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
 from lockstep.errors import InputError, LockstepError
+from lockstep.files import replacing
 from lockstep.models.adapters import is_adapted
 from lockstep.models.policy import BAD_FILES, first_line
 from lockstep.parity.receipt import RECEIPT
@@ -109,7 +110,8 @@ class WholeCheckpoints(Trainer):
             if not here.exists():
                 # The run goes on in another directory. Its chain goes on there too.
                 here.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(receipt, here)
+                with replacing(here) as file:
+                    file.write(receipt.read_bytes())
             return optimizer_lines(receipt, checkpoint_step(folder)), changed
 
         entries, changed = self.ranks.from_owner("checkpoint", check, list, tuple)
