@@ -44,6 +44,8 @@ PAIRS = ("algorithms/preference_loss.py", "tests/algorithms/test_preference_loss
 GAP = ("parity/logprobs/gap.py", "tests/parity/test_gap.py")
 SCHEME = ("definitions/quantisation.py", "tests/parity/test_quantised_gap.py")
 QUANTISED = ("parity/logprobs/quantised_gap.py", "tests/parity/test_quantised_gap.py")
+FILES = ("files.py", "tests/training/test_files.py tests/training/test_checkpoints_and_directory.py")
+LOCK = ("training/run_files/lock.py", "tests/training/test_directory_lock.py")
 RECEIPT = ("parity/receipt.py", "tests/parity/test_handshake_and_receipt.py")
 HANDSHAKE = ("parity/handshake.py", "tests/parity/test_handshake_and_receipt.py")
 SAMPLES = (
@@ -1389,22 +1391,83 @@ MUTATIONS = [
         "return complete[-1] if complete else None",
         "found = _checkpoints(Path(output_dir))\n    return found[-1] if found else None",
     ),
-    _of(CHECKPOINTS, "what a failed save leaves", "if not _is_complete(checkpoint):", "if False:"),
+    _of(
+        CHECKPOINTS,
+        "what a failed save leaves",
+        "        shutil.rmtree(folder, ignore_errors=True)\n        # The receipt",
+        "        # The receipt",
+    ),
+    _of(CHECKPOINTS, "logs that know a lost checkpoint", "    _keep_logs_of_lost(folder, step)\n", ""),
+    _of(CHECKPOINTS, "an only checkpoint that lost its state", "if damaged and damaged == found:", "if False:"),
+    _of(
+        CHECKPOINTS,
+        "a kill between the names of two checkpoints of one step",
+        "        if not checkpoint.exists():\n            staging_place",
+        "        if False:\n            staging_place",
+    ),
+    _of(
+        CHECKPOINTS, "a log that the report needs and that is broken", "and any(map(_is_broken, whole)):", "and False:"
+    ),
+    _of(
+        FILES,
+        "a checkpoint that is not on the disk before it has its name",
+        "    sync_folder(made)\n    made",
+        "    made",
+    ),
+    _of(FILES, "a write that fails", "            beside.unlink(missing_ok=True)", "            pass"),
+    _of(
+        FILES, "a line that could not be written whole", "                file.truncate(start)", "                pass"
+    ),
+    _of(FILES, "a link that becomes a file", "Path(os.path.realpath(path))", "path"),
+    _of(
+        ("training/run_files/run_directory.py", CHECKPOINTS[1]),
+        "settings that are written in place",
+        '    replace_text(known, json.dumps(settings, indent=1) + "\\n")',
+        '    known.write_text("")\n    replace_text(known, json.dumps(settings, indent=1) + "\\n")',
+    ),
+    _of(
+        ("training/run_files/run_directory.py", CHECKPOINTS[1]),
+        "a run that ends while another command looks",
+        "settings) == folder:",
+        "settings) or True:",
+    ),
+    _of(
+        ("training/run_files/whole_run.py", CHECKPOINTS[1]),
+        "a start after the checkpoint",
+        "reversed(before) if",
+        "reversed(entries) if",
+    ),
+    _of(
+        ("training/run_files/run_identity.py", CHECKPOINTS[1]),
+        "a field that another one sets",
+        '"eval_strategy", "do_eval", ',
+        '"eval_strategy", ',
+    ),
+    _of(LOCK, "a lock of another process", 'raise Occupied(f"another process', 'print(f"another process'),
+    _of(LOCK, "two trainers of one process", "    if alone in held.alone:", "    if False:"),
+    _of(LOCK, "a forked process that keeps a lock", "        held.file.close()\n    _held.clear()", "        pass"),
+    _of(
+        LOCK,
+        "a trainer that takes no lock",
+        "        _take(file, folder)\n",
+        "        pass\n",
+    ),
     _of(
         CHECKPOINTS, "later checkpoints that stay", "checkpoint_step(path) > step", "checkpoint_step(path) > step + 100"
     ),
     _of(
         RUN,
         "a receipt that does not reach the checkpoint",
-        "        if not lines:",
+        "        if before is None:",
         "        if False:",
     ),
     _of(
         RUN,
         "metrics that are gone",
-        'if [entry["step"] for entry in wanted] ==',
-        'if wanted or [entry["step"] for entry in wanted] ==',
+        "if len(found) == len(wanted) and all(map(_has, found, wanted)):",
+        "if True:",
     ),
+    _of(RUN, "metrics that were changed", "and all(map(_has, found, wanted)):", "and True:"),
     _of(
         SEALED, "an optimizer that starts from nothing", "if missing := sorted(", "if missing := sorted(()) and sorted("
     ),
@@ -2789,9 +2852,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a write that fails leaves a part of a file of rollouts",
-        KEPT_ROLLOUTS[0],
-        "        beside.unlink(missing_ok=True)\n        raise",
-        "        raise",
+        "files.py",
+        "            beside.unlink(missing_ok=True)\n        raise",
+        "            pass\n        raise",
         f"{KEPT_ROLLOUTS[1]}::test_a_write_that_fails_leaves_no_part_of_a_file",
     ),
     Mutation(

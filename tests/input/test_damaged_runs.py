@@ -103,6 +103,26 @@ def lines(name: str, change: Callable[[list[str]], list[str]]) -> Damage:
     return damage
 
 
+def flipped(name: str) -> Damage:
+    """One byte in the middle of the first line is no text any more."""
+
+    def damage(run: Path) -> None:
+        content = bytearray((run / name).read_bytes())
+        content[content.index(b"\n") // 2] = 0xFF
+        (run / name).write_bytes(content)
+
+    return damage
+
+
+def evaluation(part: str, key: Any, value: Any) -> Damage:
+    def damage(run: Path) -> None:
+        found = json.loads((run / "before.json").read_text())
+        found[part][key] = value
+        (run / "before.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    return damage
+
+
 def state(**changes: Any) -> Damage:
     def damage(run: Path) -> None:
         path = run / LAST / "trainer_state.json"
@@ -164,7 +184,8 @@ FILES = [
     # The receipt.
     Row("receipt gone", gone("receipt.jsonl"), "receipt.jsonl.* cannot be read"),
     Row("receipt empty", filled("receipt.jsonl"), "receipt.jsonl.* is empty"),
-    Row("receipt binary", filled("receipt.jsonl", GARBAGE), "not a text file"),
+    Row("receipt binary", filled("receipt.jsonl", GARBAGE), "does not reach checkpoint-2"),
+    Row("receipt with a byte that is no text", flipped("receipt.jsonl"), "does not fit the chain|does not reach"),
     Row("receipt a folder", folder("receipt.jsonl"), "receipt.jsonl.* cannot be read"),
     Row(
         "receipt without its last lines", lines("receipt.jsonl", lambda found: found[:2]), "does not reach checkpoint-2"
@@ -200,13 +221,30 @@ FILES = [
     Row("metrics cut", cut("metrics.jsonl"), SAME, 0),
     Row("metrics cut within the last line", cut("metrics.jsonl", 0.98), SAME, 0),
     Row("metrics of a list", filled("metrics.jsonl", "[1]\n"), SAME, 0),
-    Row("metrics a folder", folder("metrics.jsonl"), "metrics.jsonl is a directory"),
+    Row("metrics a folder", folder("metrics.jsonl"), SAME, 0),
+    Row("metrics with a byte that is no text", flipped("metrics.jsonl"), SAME, 0),
+    Row(
+        "metrics with another loss",
+        lines("metrics.jsonl", lambda found: [found[0].replace('"loss": ', '"loss": 3'), *found[1:]]),
+        SAME,
+        0,
+    ),
+    Row("metrics with a line twice", lines("metrics.jsonl", lambda found: [found[0], *found]), SAME, 0),
+    Row("metrics with lines exchanged", lines("metrics.jsonl", lambda found: found[::-1]), SAME, 0),
+    Row("shown rollouts with a byte that is no text", flipped("shown_rollouts.jsonl"), SAME, 0),
+    Row("shown rollouts a folder", folder("shown_rollouts.jsonl"), SAME, 0),
+    Row("about a folder", folder("about.json"), SAME, 0),
+    Row("the report a folder", folder("report.html"), SAME, 0),
+    Row("the end a folder", folder("end.json"), SAME, 0),
     Row("the libraries' log gone", gone("libraries.log"), SAME, 0),
     # The evaluations and the end.
     Row("first evaluation gone", gone("before.json"), SAME, 0),
-    Row("first evaluation empty", filled("before.json"), "before.json cannot be read"),
-    Row("first evaluation cut", cut("before.json"), "before.json cannot be read"),
-    Row("first evaluation of a list", filled("before.json", "[]"), "before.json cannot be read"),
+    Row("first evaluation empty", filled("before.json"), SAME, 0),
+    Row("first evaluation cut", cut("before.json"), SAME, 0),
+    Row("first evaluation of a list", filled("before.json", "[]"), SAME, 0),
+    Row("first evaluation a folder", folder("before.json"), SAME, 0),
+    Row("first evaluation with another reward", evaluation("metrics", "eval_reward", -50.0), SAME, 0),
+    Row("first evaluation with other completions", evaluation("rollouts", 0, {}), SAME, 0),
     Row("summary empty", filled("summary.json"), SAME, 0),
     Row("summary binary", filled("summary.json", GARBAGE), SAME, 0),
     Row("summary a list", filled("summary.json", "[]"), SAME, 0),
@@ -325,4 +363,6 @@ def test_a_damaged_run_is_one_line_or_the_same_run(
     ends = [load_file(run / "checkpoint-3" / "model.safetensors") for run in (whole / "run", interrupted)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     assert curve(interrupted) == curve(whole / "run")
+    summaries = [json.loads((run / "summary.json").read_text()) for run in (whole / "run", interrupted)]
+    assert summaries[0]["eval_reward_before"] == summaries[1]["eval_reward_before"]
     assert not (interrupted.parent / "run-2").exists(), "it started over beside the run"

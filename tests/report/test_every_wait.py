@@ -60,7 +60,7 @@ SILENT = {
         server/machine.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
     "it ends at once: the lock is refused, or the store is this process": """
         server/machine.py::reserved_port sync/wire/groups/meeting.py::open_store sync/wire/slots.py::TrainerLock.__init__
-        sync/wire/slots.py::is_unlocked training/run_files/run_directory.py::open_run""",
+        sync/wire/slots.py::is_unlocked training/run_files/lock.py::_take""",
     "it is the work of this process": """
         engines/inbox.py::answer_all engines/tensor_specs.py::begin_specs engines/vllm/workers/own.py::OwnWorker.__init__
         engines/vllm/workers/own.py::OwnWorker.load engines/vllm/workers/own.py::OwnWorker.keep_adapter

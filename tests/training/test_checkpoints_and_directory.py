@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,21 @@ from lockstep import GRPOConfig
 from lockstep.errors import InputError, LockstepError
 from lockstep.parity.receipt import RECEIPT, Receipt
 from lockstep.parity.resume.checkpoint import seal
+from lockstep.training.run_files import run_directory
 from lockstep.training.run_files.checkpoints import (
+    UNFINISHED,
     checkpoint_step,
     cut_back,
+    finish_replacement,
     guarded_save,
     last_checkpoint,
-    whole_or_absent,
+    publish,
+    staged_checkpoint,
+    staging_place,
 )
 from lockstep.training.run_files.run_directory import RunPlace
 from lockstep.training.run_files.run_directory import open_run as locked_run
-from lockstep.training.run_files.run_identity import _IGNORED, curve_settings
+from lockstep.training.run_files.run_identity import _IGNORED, changed_fields, curve_settings
 
 
 def open_run(folder: Path, settings: dict[str, object]) -> RunPlace:
@@ -43,6 +51,13 @@ def checkpoint(folder: Path, step: int, *, whole: bool = True) -> Path:
     return made
 
 
+def unfinished(folder: Path, step: int) -> None:
+    """A checkpoint that was being written when the process died."""
+    made = staging_place(folder / f"checkpoint-{step}")
+    made.mkdir(parents=True, exist_ok=True)
+    (made / "model.safetensors").write_text("half")
+
+
 def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path: Path) -> None:
     checkpoint(tmp_path, 5)
     checkpoint(tmp_path, 10, whole=False)
@@ -55,12 +70,12 @@ def test_a_checkpoint_that_was_being_written_does_not_count(tmp_path: Path) -> N
 def test_cutting_back_removes_what_came_after(tmp_path: Path) -> None:
     first = checkpoint(tmp_path, 5)
     later = checkpoint(tmp_path, 7)
-    checkpoint(tmp_path, 10, whole=False)
+    unfinished(tmp_path, 10)
     lines = [json.dumps({"step": step}) for step in (0, 4, 5, 6, 7)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 8, "cut')
     cut_back(tmp_path, first)
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [0, 4, 5]
-    assert not (tmp_path / "checkpoint-10").exists()
+    assert not (tmp_path / UNFINISHED).exists()
     assert not later.exists()
     cut_back(tmp_path, None)
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -71,13 +86,14 @@ def test_a_failed_save_leaves_nothing_of_itself_and_names_the_last_good_one(tmp_
     checkpoint(tmp_path, 5)
 
     def fails_half_way() -> None:
-        with whole_or_absent(tmp_path / "checkpoint-10"), guarded_save(tmp_path, 10):
-            checkpoint(tmp_path, 10, whole=False)
+        with staged_checkpoint(tmp_path / "checkpoint-10"), guarded_save(tmp_path, 10):
+            unfinished(tmp_path, 10)
             raise OSError(28, "No space left on device")
 
     with pytest.raises(LockstepError, match=r"checkpoint-10 could not be written.*last good one is .*checkpoint-5"):
         fails_half_way()
     assert not (tmp_path / "checkpoint-10").exists()
+    assert not list((tmp_path / UNFINISHED).rglob("*.*"))
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
 
 
@@ -195,11 +211,17 @@ def test_a_damaged_checkpoint_beside_a_good_one_is_set_aside_and_kept(
     assert last_checkpoint(tmp_path / "run") == good
 
 
-def test_a_run_that_was_killed_in_its_first_save_starts_again(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_in_its_first_save_starts_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     open_run(tmp_path / "run", {})
-    checkpoint(tmp_path / "run", 5, whole=False)
+    # The receipt names the checkpoint before its trainer state is written.
+    Receipt(tmp_path / "run" / RECEIPT, 0).append({"kind": "checkpoint", "step": 5, "digests": "0"})
+    unfinished(tmp_path / "run", 5)
     assert open_run(tmp_path / "run", {}).checkpoint is None
-    assert not (tmp_path / "run" / "checkpoint-5").exists()
+    assert not (tmp_path / "run" / UNFINISHED).exists()
+    assert not list((tmp_path / "run").glob("*until*"))
+    assert "names" not in capsys.readouterr().out
 
 
 def test_settings_that_cannot_be_read_are_one_clear_error(tmp_path: Path) -> None:
@@ -218,11 +240,229 @@ def test_checkpoints_of_something_else_are_not_touched(tmp_path: Path) -> None:
 
 
 def test_two_processes_cannot_share_a_directory(tmp_path: Path) -> None:
-    with locked_run(tmp_path / "run", {}), pytest.raises(InputError, match="another process is running in"):
+    with (
+        locked_run(tmp_path / "run", {}),
+        pytest.raises(InputError, match="another command of this process is running in"),
+    ):
         open_run(tmp_path / "run", {})
     open_run(tmp_path / "run", {})
+
+
+def test_a_run_that_ends_while_another_command_looks_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real = open_run(tmp_path / "run", {}).folder, run_directory.locked
+
+    @contextmanager
+    def ends_first(folder: Path, alone: str) -> Iterator[None]:
+        if not (run / "summary.json").exists():
+            (run / "summary.json").write_text("{}")
+        with real(folder, alone):
+            yield
+
+    monkeypatch.setattr(run_directory, "locked", ends_first)
+    assert open_run(run, {}).folder == tmp_path / "run-2"
 
 
 def test_a_start_that_failed_does_not_hold_the_directory_for_its_settings(tmp_path: Path) -> None:
     open_run(tmp_path / "run", {"model": "typo"})
     assert open_run(tmp_path / "run", {"model": "right"}).checkpoint is None
+
+
+def logs_of(run: Path, *steps: int) -> None:
+    for name in ("metrics.jsonl", "shown_rollouts.jsonl"):
+        (run / name).write_text("".join(json.dumps({"step": step, "loss": 0.5}) + "\n" for step in steps))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    found = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+@pytest.mark.parametrize("lost", ["trainer_state.json", "every file"])
+def test_an_only_checkpoint_that_lost_its_state_is_not_deleted(tmp_path: Path, lost: str) -> None:
+    run = open_run(tmp_path / "run", {}).folder
+    made = checkpoint(run, 5)
+    logs_of(run, 4, 5, 6)
+    for path in made.iterdir():
+        if lost in (path.name, "every file"):
+            path.unlink()
+    before = files_of(run)
+    with pytest.raises(InputError, match=r"no checkpoint in .* in checkpoint-5\. Nothing was changed.* move them away"):
+        open_run(run, {})
+    assert files_of(run) == before
+    # The remedy that the message names.
+    made.rename(run / "away")
+    assert open_run(run, {}).checkpoint is None
+
+
+@pytest.mark.parametrize("lost", ["its state", "the folder"])
+def test_what_came_after_a_lost_checkpoint_is_kept_beside_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
+    run = open_run(tmp_path / "run", {}).folder
+    good, last = checkpoint(run, 5), checkpoint(run, 10)
+    logs_of(run, 4, 5, 6, 10, 11)
+    receipt = (run / RECEIPT).read_bytes()
+    if lost == "its state":
+        (last / "trainer_state.json").unlink()
+    else:
+        last.rename(run / "away")
+    # The state of the earlier checkpoint has no history of these logs.
+    metrics = (run / "metrics.jsonl").read_bytes()
+    assert open_run(run, {}).checkpoint == good
+    said = capsys.readouterr().out
+    assert "receipt.jsonl names checkpoint-10" in said
+    assert "goes on from checkpoint-5" in said
+    assert (run / "receipt-until-step-10.jsonl").read_bytes() == receipt
+    assert (run / "shown_rollouts-until-step-10.jsonl").read_bytes() == metrics
+    assert open_run(run, {}).checkpoint == good
+    assert "names checkpoint-10" not in capsys.readouterr().out
+
+
+def test_logs_that_name_checkpoints_are_kept_where_every_checkpoint_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = open_run(tmp_path / "run", {}).folder
+    checkpoint(run, 5).rename(tmp_path / "away")
+    logs_of(run, 4, 5)
+    receipt = (run / RECEIPT).read_bytes()
+    assert open_run(run, {}).checkpoint is None
+    assert "names checkpoint-5, which cannot be used or is gone; the run starts from the beginning" in (
+        capsys.readouterr().out
+    )
+    assert (run / "receipt-until-step-5.jsonl").read_bytes() == receipt
+    # A kill before the first checkpoint is no loss, and is not said.
+    Receipt(run / RECEIPT, 0).append({"kind": "start", "step": 0})
+    assert open_run(run, {}).checkpoint is None
+    assert "names" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("killed", ["before", "after"])
+def test_a_checkpoint_that_is_written_again_is_there_after_a_kill_between_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    old = checkpoint(tmp_path, 5)
+    with staged_checkpoint(old) as folder:
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text("new")
+        (folder / "trainer_state.json").write_text('{"global_step": 5}')
+
+        class Killed(Exception):
+            pass
+
+        real, seen = Path.rename, []
+
+        def rename(path: Path, target: Path) -> Path:
+            seen.append(path)
+            if len(seen) == 2 and killed == "before":
+                raise Killed
+            return real(path, target)
+
+        monkeypatch.setattr(Path, "rename", rename)
+        try:
+            publish(old)
+        except Killed:
+            assert last_checkpoint(tmp_path) is None
+    monkeypatch.undo()
+    finish_replacement(tmp_path)
+    assert (last_checkpoint(tmp_path) / "model.safetensors").read_text() == "new"  # type: ignore[operator]
+    assert len(seen) == 2
+
+
+def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[str] = set()
+    monkeypatch.setattr("os.fsync", lambda handle: synced.add(os.readlink(f"/proc/self/fd/{handle}")))
+    place, made = tmp_path / "checkpoint-5", staging_place(tmp_path / "checkpoint-5")
+    with staged_checkpoint(place):
+        (made / "shards").mkdir(parents=True)
+        for name in ("trainer_state.json", "shards/part-1.safetensors"):
+            (made / name).write_text("x")
+        real = Path.rename
+
+        def rename(path: Path, target: Path) -> Path:
+            wanted = {str(made / name) for name in ("", "shards", "trainer_state.json", "shards/part-1.safetensors")}
+            assert {name.rstrip("/") for name in wanted} <= synced
+            return real(path, target)
+
+        monkeypatch.setattr(Path, "rename", rename)
+        publish(place)
+    assert str(tmp_path) in synced
+
+
+def test_a_start_after_the_checkpoint_does_not_count(tmp_path: Path) -> None:
+    """`resume_with_changes`, a kill, and then the original data."""
+    run = open_run(tmp_path / "run", {}).folder
+    checkpoint(run, 5)
+    Receipt(run / RECEIPT, 5).append({"kind": "start", "step": 5, "inputs": "others"})
+    assert open_run(run, {}).start == {**(open_run(run, {}).start or {}), "kind": "start", "step": 5}
+    assert "inputs" not in (open_run(run, {}).start or {})
+
+
+@pytest.mark.parametrize("name", ["shown_rollouts.jsonl", "metrics.jsonl"])
+@pytest.mark.parametrize("damage", ["a byte", "a line", "a folder"])
+def test_a_log_that_only_the_report_needs_is_set_aside_when_it_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, damage: str
+) -> None:
+    run = open_run(tmp_path / "run", {}).folder
+    good = checkpoint(run, 5)
+    path = run / name
+    lines = [b'{"step": 4, "loss": 0.5}\n', b'{"step": 5, "text": "abc"}\n', b'{"step": 5, "loss": 0.5}\n', b'{"step']
+    if damage == "a folder":
+        path.mkdir()
+    else:
+        lines[1] = b'{"step": 5, "text": "\xff"}\n' if damage == "a byte" else b"garbage\n"
+        path.write_bytes(b"".join(lines))
+    assert open_run(run, {}).checkpoint == good
+    assert f"it is now {run / f'damaged-{name}'}" in capsys.readouterr().out
+    if damage != "a folder":
+        assert (run / f"damaged-{name}").read_bytes() == b"".join(lines)
+        if name == "shown_rollouts.jsonl":
+            assert path.read_bytes() == lines[0] + lines[2]
+
+
+def test_the_settings_are_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = open_run(tmp_path / "run", {"seed": 1}).folder
+    good, before = checkpoint(run, 5), (run / "run.json").read_text()
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        open_run(run, {"seed": 1})
+    assert (run / "run.json").read_text() == before
+    monkeypatch.undo()
+    assert open_run(run, {"seed": 1}).checkpoint == good
+
+
+# For each field that may change, a value that is not the default.
+def other(name: str) -> Any:
+    default = getattr(GRPOConfig(output_dir="out", bf16=False), name)
+    known = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "logging_strategy": "epoch", "hub_strategy": "end",
+        "load_best_model_at_end": True, "log_level": "debug", "log_level_replica": "debug", "report_to": "tensorboard",
+    }  # fmt: skip
+    if name in known:
+        return known[name]
+    return not default if isinstance(default, bool) else default + 1 if isinstance(default, int | float) else None
+
+
+def test_no_field_that_may_change_changes_another_one() -> None:
+    """`eval_strategy` sets `do_eval`, for example. A run must go on with it."""
+    known, tried = {field.name for field in dataclasses.fields(GRPOConfig)}, []
+    for name in sorted(_IGNORED & known):
+        value = other(name)
+        if value is None or name in ("fsdp", "deepspeed", "push_to_hub"):
+            continue
+        more: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps"} if "best" in name else {}
+        try:
+            changed = settings(**{**more, name: value})
+        except (LockstepError, ValueError):
+            # The value does not fit the other fields of this run.
+            continue
+        assert changed_fields(settings(), changed) == [], name
+        tried.append(name)
+    assert {"eval_strategy", "load_best_model_at_end", "save_steps", "logging_strategy"} <= set(tried), tried

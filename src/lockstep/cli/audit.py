@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
+from lockstep.files import replace_text
 
 if TYPE_CHECKING:
     from lockstep.audit.dumps import AuditedRollout
@@ -89,7 +90,7 @@ def run(words: list[str]) -> int:
         if finding.remedy and finding.verdict == DIFFER:
             print(f"{'':<22}→ {finding.remedy}")
     if asked.json:
-        asked.json.write_text(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
+        replace_text(asked.json, json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
     return int(any(finding.verdict == DIFFER for finding in findings))
 
 

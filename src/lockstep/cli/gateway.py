@@ -17,6 +17,7 @@ from lockstep.cli.fields.arguments import read, said_of
 from lockstep.cli.fields.inputs import check_inputs
 from lockstep.cli.process.loading import load_config
 from lockstep.errors import InputError
+from lockstep.files import replace_text
 from lockstep.report.busy import busy, watched_by
 
 
@@ -75,7 +76,7 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
         trainer.close()
     # Nothing that was sampled is lost to a column that is not JSON, such as a picture.
     lines = [json.dumps(line, ensure_ascii=False, default=kind_in_json) for group in groups for line in lines_of(group)]
-    Path(arguments.rollouts_file).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    replace_text(Path(arguments.rollouts_file), "".join(f"{line}\n" for line in lines))
     count = sum(len(group.rollouts) for group in groups)
     print(f"lockstep gateway: {count} rollouts of {len(groups)} prompts are in {arguments.rollouts_file}", flush=True)
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
+from lockstep.files import replace_text
 
 CONFIG, REWARDS = "config.yaml", "rewards.py"
 
@@ -92,10 +93,10 @@ def run(words: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         # JSON strings are YAML strings too.
         reward = json.dumps(f"{rewards}:right_answer", ensure_ascii=False)
-        config.write_text(
-            _CONFIG.format(config=config, reward=reward, output=json.dumps(str(output), ensure_ascii=False))
+        replace_text(
+            config, _CONFIG.format(config=config, reward=reward, output=json.dumps(str(output), ensure_ascii=False))
         )
-        rewards.write_text(_REWARDS.format(config=config, rewards=rewards))
+        replace_text(rewards, _REWARDS.format(config=config, rewards=rewards))
     except OSError as error:
         raise InputError(f"folder {folder} cannot be used: {error}") from error
     print(f"wrote {config} and {rewards}. They run as they are:")

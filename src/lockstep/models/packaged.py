@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.errors import InputError
+from lockstep.files import publish_folder
 from lockstep.report.busy import busy
 
 PACKAGED_MODEL = "smollm2-135m-instruct"
@@ -128,6 +129,6 @@ def _convert(source: Path, target: Path) -> None:
         load_files(AutoTokenizer, str(source), gguf_file=_GGUF).save_pretrained(staging)
         # Another process may have finished first. Its directory has the same content.
         if not target.exists():
-            staging.rename(target)
+            publish_folder(staging, target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InputError, names_path
+from lockstep.errors import InputError
+from lockstep.files import append_line, replace_text
 
 RECEIPT = "receipt.jsonl"
 # A file in each checkpoint: digests of its content. The receipt has the digest of this file.
@@ -39,7 +39,7 @@ class Receipt:
         self._last = _FIRST
         self.entries: list[dict[str, Any]] = []
         if path.exists():
-            lines = path.read_text().splitlines()
+            lines = read_log(path)
             if step == 0 and lines:
                 path.rename(path.with_name("receipt.previous.jsonl"))
                 return
@@ -50,12 +50,15 @@ class Receipt:
             if lines:
                 self._last = self.entries[-1]["hash"]
 
-    def append(self, entry: dict[str, Any]) -> None:
-        """Write one entry and flush it."""
+    def append(self, entry: dict[str, Any], *, durable: bool = False) -> None:
+        """Write one entry. If it is `durable`, it is on the disk when this returns.
+
+        Raises:
+            OSError: the entry cannot be written. The receipt is as it was before.
+        """
         body = {**entry, "previous": self._last}
         own = _hash(body)
-        with names_path(self._path), self._path.open("a") as file:
-            file.write(json.dumps({**body, "hash": own}) + "\n")
+        append_line(self._path, json.dumps({**body, "hash": own}), durable=durable)
         self._last = own
 
 
@@ -92,22 +95,9 @@ def check_receipt(path: Path) -> int:
     return len(entries)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text in one step. At every moment, also after a crash, it has either the whole old or the whole new text.
-
-    Raises:
-        OSError: the text cannot be written, for example because the disk is full. The file is unchanged.
-    """
-    beside = path.with_name(f".{path.name}.new")
-    try:
-        with names_path(path):
-            beside.write_text(text)
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+def read_log(path: Path) -> list[str]:
+    """The lines of a log. Bytes that are no text become U+FFFD: a line of the receipt with one does not fit its hash."""
+    return [line for line in path.read_bytes().decode(errors="replace").split("\n") if line]
 
 
 def lines_up_to(lines: list[str], step: int) -> list[str]:

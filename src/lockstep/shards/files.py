@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import InputError, LockstepError
+from lockstep.files import replace_text
 from lockstep.shards.passes import Passes
 
 # The folder of a checkpoint that holds the parts, and the file in it with what is not a tensor.
@@ -47,7 +48,7 @@ def write_shards(
                 numbers[f"{key}.{name}"] = float(value)
     if passes.rank == 0:
         groups = [{key: _plain(v) for key, v in g.items() if key != "params"} for g in optimizer.param_groups]
-        (folder / REST).write_text(json.dumps({"state": numbers, "groups": groups}))
+        replace_text(folder / REST, json.dumps({"state": numbers, "groups": groups}))
     try:
         save(
             tensors,

@@ -21,11 +21,11 @@ from lockstep.models.liger import check_gpu
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.live import LiveView
 from lockstep.report.log_lines import LogLines
-from lockstep.report.page.run_record import BEFORE, REPORT
+from lockstep.report.page.run_record import BEFORE, RECEIPT, REPORT, read_lines
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.run_files.run_directory import RunPlace
-from lockstep.training.run_files.saved_evaluation import read_evaluation
+from lockstep.training.run_files.saved_evaluation import proven_evaluation
 from lockstep.training.stop_signals import StopSignals, interrupted
 from lockstep.training.trainers.hooks.live_views import view_of
 from lockstep.training.trainers.online import OnlineTrainer
@@ -149,7 +149,9 @@ def _evaluate_first(trainer: OnlineTrainer, path: Path, *, late: bool) -> dict[s
     if trainer.eval_dataset is None:
         return None
     ranks = trainer.ranks
-    earlier = ranks.from_owner("evaluation", lambda: read_evaluation(path) if late else {}, _same, _same)
+    earlier = ranks.from_owner(
+        "evaluation", lambda: proven_evaluation(path, read_lines(path.parent / RECEIPT)) if late else {}, _same, _same
+    )
     if late and not earlier and ranks.owner:
         _logger.warning(f"{path} is gone; the report has no evaluation from before training")
     if late:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lockstep.files import replace_text
 from lockstep.parity.logprobs.gap import GapStats, bounds, over_limits
 from lockstep.parity.tolerances import Tolerance
 
@@ -64,7 +65,7 @@ def print_rows(rows: list[Row], console: Console) -> None:
 def write_json(path: Path, rows: list[Row], settings: dict[str, Any]) -> None:
     """Write the rows with their details, and the settings of the run. Numbers that JSON cannot represent become text."""
     content = {"passed": all(row.passed for row in rows), "settings": settings, "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(_plain(content), indent=1, default=str) + "\n")
+    replace_text(path, json.dumps(_plain(content), indent=1, default=str) + "\n")
 
 
 def _plain(value: Any) -> Any:

@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.errors import Interrupted, LockstepError, ProofError
+from lockstep.files import replace_text
 from lockstep.parity.logprobs.gap import PooledGap
 from lockstep.verify.draw_checks import many_draws
 from lockstep.verify.faults import (
@@ -379,7 +380,7 @@ def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) 
         console.print(said, highlight=False)
     if file:
         content = {"passed": passed, "injected": len(injected), "caught": stopped, "errors": errors}
-        Path(file).write_text(json.dumps({**content, "faults": [asdict(v) for v in verdicts]}, indent=1) + "\n")
+        replace_text(Path(file), json.dumps({**content, "faults": [asdict(v) for v in verdicts]}, indent=1) + "\n")
     return 0 if passed else 1
 
 

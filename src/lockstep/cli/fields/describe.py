@@ -13,6 +13,7 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from lockstep.cli.fields.description import FIELDS_FILE
+from lockstep.files import replace_text
 
 _RUN = "lockstep.cli.fields.adapter:AdaptedRunArguments"
 # The dataclasses whose fields are the fields of each command.
@@ -86,4 +87,4 @@ def _default(value: Any) -> str | None:
 
 
 if __name__ == "__main__":
-    FIELDS_FILE.write_text(as_text(describe()))
+    replace_text(FIELDS_FILE, as_text(describe()))

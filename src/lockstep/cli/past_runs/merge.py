@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
+from lockstep.files import making_folder
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -40,9 +41,9 @@ def run(words: list[str]) -> int:
             from lockstep.models.resolve import resolve_model
         with busy(f"loading {base}"):
             model: Any = load_adapter(load_policy(resolve_model(base)), str(adapter))
-        with busy(f"writing {folder}"):
-            model.merge_and_unload().save_pretrained(folder)
-            load_files(AutoTokenizer, str(adapter)).save_pretrained(folder)
+        with busy(f"writing {folder}"), making_folder(folder) as made:
+            model.merge_and_unload().save_pretrained(made)
+            load_files(AutoTokenizer, str(adapter)).save_pretrained(made)
     print(f"the merged model is in {folder}")
     return 0
 

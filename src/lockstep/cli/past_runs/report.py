@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
-from lockstep.parity.receipt import replace_text
+from lockstep.files import replace_text
 from lockstep.report.page.comparison import render_comparison
 from lockstep.report.page.report import render_report
 from lockstep.report.page.run_record import METRICS, RECEIPT, REPORT, read_run

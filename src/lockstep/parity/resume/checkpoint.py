@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 from lockstep.engines.tensor_specs import tensor_digest
 from lockstep.errors import InputError, ProofError
+from lockstep.files import replace_text
 from lockstep.models.policy import BAD_FILES
 from lockstep.parity.receipt import DIGESTS, RECEIPT, text_digest
 from lockstep.shards.parts import collected, is_sharded
@@ -52,7 +53,7 @@ def seal(folder: Path, memory: Mapping[str, str], state: Mapping[str, Any]) -> s
         },
         indent=0,
     )
-    (folder / DIGESTS).write_text(text)
+    replace_text(folder / DIGESTS, text)
     return text_digest(text)
 
 

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from lockstep.errors import InputError, LockstepError
-from lockstep.parity.receipt import RECEIPT, lines_up_to, replace_text
+from lockstep.files import free_name, publish_folder, replace_text, replacing, set_aside, sync_folder
+from lockstep.parity.receipt import RECEIPT, lines_up_to, read_log
 from lockstep.parity.resume.checkpoint import TRAINER_STATE
-from lockstep.report.page.run_record import METRICS, SHOWN
+from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SHOWN
 
 _logger = logging.getLogger(__name__)
+
+# The folder of a run in which a checkpoint is written. transformers does not upload names that begin so.
+UNFINISHED = "_unfinished"
+_REPLACED = "replaced-"
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
@@ -36,52 +42,84 @@ def checkpoint_step(checkpoint: Path) -> int:
 def set_damaged_aside(output_dir: str | Path) -> None:
     """Rename checkpoints that cannot be read, so that no code loads or deletes them, and tell the user.
 
-    If the newest checkpoint has no trainer state, the run was killed while writing it. This checkpoint is not damaged. It keeps
-    its name, and `cut_back` removes it.
+    A checkpoint gets its name after it is complete and on the disk. So a kill leaves none that cannot be read.
 
     Raises:
         InputError: no checkpoint can be read, so the run cannot continue. Nothing was changed.
     """
     found = _checkpoints(Path(output_dir))
     damaged = [path for path in found if not _is_complete(path)]
-    if damaged and damaged[-1] == found[-1] and not (found[-1] / TRAINER_STATE).exists():
-        damaged.pop()
-    if not damaged:
-        return
-    if not any(map(_is_complete, found)):
+    if damaged and damaged == found:
         names = ", ".join(path.name for path in damaged)
         raise InputError(
             f"no checkpoint in {output_dir} can be read: {TRAINER_STATE} is damaged or missing in {names}. Nothing was changed. "
-            "Put a good copy back to go on, or give another output_dir to start from the beginning"
+            "Put a good copy back to go on. To start from the beginning, move them away, or give another output_dir"
         )
     for path in damaged:
-        aside = free_name(path.with_name(f"damaged-{path.name}"))
-        path.rename(aside)
-        _logger.warning(f"{path.name} cannot be read ({TRAINER_STATE} is damaged); it is now {aside}")
+        set_aside(path, f"cannot be read ({TRAINER_STATE} is damaged or missing)")
 
 
-def free_name(wanted: Path) -> Path:
-    """The path itself if it does not exist, else the first of `NAME-2`, `NAME-3`, … that does not exist. The suffix is kept."""
-    path, number = wanted, 2
-    while path.exists():
-        path = wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")
-        number += 1
-    return path
+# ---- write --------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def whole_or_absent(checkpoint: Path) -> Iterator[None]:
-    """Remove an incomplete checkpoint if saving it fails. The context contains the save by all ranks.
+def staged_checkpoint(checkpoint: Path) -> Iterator[Path]:
+    """A folder into which a checkpoint is written, before `publish` gives it its name. It is removed if saving fails.
 
-    Only the rank that writes the last file may use this. If another rank removed the folder, this rank could still be writing
-    into it. The checkpoint is complete only after this rank has finished.
+    The context contains the save by all ranks. Only the rank that publishes the checkpoint may use this.
     """
+    folder = staging_place(checkpoint)
+    shutil.rmtree(folder, ignore_errors=True)
     try:
-        yield
-    except LockstepError:
-        if not _is_complete(checkpoint):
-            shutil.rmtree(checkpoint, ignore_errors=True)
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        # The receipt may name the checkpoint already. The empty folder says that it was never complete.
+        with suppress(OSError):
+            folder.mkdir(parents=True)
         raise
+
+
+def staging_place(checkpoint: Path) -> Path:
+    """Where a checkpoint is while it is written."""
+    return checkpoint.parent / UNFINISHED / checkpoint.name
+
+
+def publish(checkpoint: Path) -> None:
+    """Bring a staged checkpoint to the disk, and give it its name. An earlier checkpoint of the same step is replaced.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    made = staging_place(checkpoint)
+    if checkpoint.is_dir() and _is_complete(checkpoint):
+        sync_folder(made)
+        # After a kill between these two renames, `finish_replacement` makes the second one.
+        replaced = made.with_name(f"{_REPLACED}{checkpoint.name}")
+        shutil.rmtree(replaced, ignore_errors=True)
+        checkpoint.rename(replaced)
+        publish_folder(made, checkpoint)
+        shutil.rmtree(replaced)
+    else:
+        if os.path.lexists(checkpoint):
+            set_aside(checkpoint, "is in the place of a new checkpoint and is not complete")
+        publish_folder(made, checkpoint)
+    with suppress(OSError):
+        made.parent.rmdir()
+
+
+def finish_replacement(output_dir: str | Path) -> None:
+    """Give a checkpoint its name that a kill has kept from replacing an earlier one."""
+    place = Path(output_dir)
+    for replaced in (place / UNFINISHED).glob(f"{_REPLACED}*"):
+        checkpoint = place / replaced.name.removeprefix(_REPLACED)
+        if not checkpoint.exists():
+            staging_place(checkpoint).rename(checkpoint)
+
+
+def clear_unfinished(output_dir: str | Path) -> None:
+    """Remove what a kill left of checkpoints that were being written."""
+    shutil.rmtree(Path(output_dir) / UNFINISHED, ignore_errors=True)
 
 
 @contextmanager
@@ -107,24 +145,94 @@ def guarded_save(output_dir: str | Path, step: int) -> Iterator[None]:
         ) from error
 
 
-def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
-    """Remove everything that a run wrote after `checkpoint`: later or incomplete checkpoints, and later log lines.
+def clear_places(output_dir: Path) -> None:
+    """Rename directories that lie where a run writes files, and tell the user."""
+    for name in (ABOUT, END, METRICS, SHOWN, BEFORE, AFTER, REPORT):
+        if (output_dir / name).is_dir():
+            set_aside(output_dir / name, "is a directory, and the run writes a file of this name")
 
-    If `checkpoint` is None, incomplete checkpoints and all log lines are removed. Later rollouts go when the run begins
-    (`training/trainers/hooks/run_files.py`), because it may still be refused.
+
+# ---- go back ------------------------------------------------------------------------------------------------------------
+
+
+def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
+    """Reset a run to `checkpoint`: remove later checkpoints and later log lines. None: the run starts from the beginning.
+
+    If the receipt names a later checkpoint that is gone, more is lost than a kill can lose. Then the logs are kept beside
+    the new ones, and the user is told. Later rollouts go when the run begins (`training/trainers/hooks/run_files.py`),
+    because it may still be refused.
     """
     folder = Path(output_dir)
     step = checkpoint_step(checkpoint) if checkpoint is not None else 0
+    _keep_logs_of_lost(folder, step)
     for path in _checkpoints(folder):
-        if not _is_complete(path) or (checkpoint is not None and checkpoint_step(path) > step):
+        if checkpoint is not None and checkpoint_step(path) > step:
             shutil.rmtree(path)
     for name in (METRICS, SHOWN, RECEIPT):
+        cut_log(folder / name, step)
+    clear_unfinished(folder)
+
+
+def cut_log(path: Path, step: int) -> None:
+    """Remove the lines of later steps from a log. At step 0 the whole log goes to `NAME.previous` beside it.
+
+    If a line cannot be read, a copy of the whole log is kept, and the user is told. This does not hold for a last line
+    that a kill cut short.
+    """
+    if not os.path.lexists(path):
+        return
+    if not path.is_file():
+        set_aside(path, "is not a file")
+        return
+    if step == 0:
+        path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
+        return
+    kept, whole = lines_up_to(read_log(path), step), path.read_bytes().split(b"\n")[:-1]
+    # The lines of the receipt have a proof of their own.
+    if path.name != RECEIPT and any(map(_is_broken, whole)):
+        set_aside(path, "has lines that cannot be read")
+        kept = [line for line in kept if not _is_broken(line.encode(errors="replace"))]
+    replace_text(path, "".join(f"{line}\n" for line in kept))
+
+
+def _is_broken(line: bytes) -> bool:
+    # A line that was not text has U+FFFD. JSON of ours is ASCII.
+    if not line.isascii():
+        return True
+    try:
+        return not isinstance(json.loads(line)["step"], int)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return bool(line.strip())
+
+
+def _keep_logs_of_lost(folder: Path, step: int) -> None:
+    """Copy the logs if the receipt names a checkpoint after `step` that is neither there nor was being written."""
+    receipt = folder / RECEIPT
+    if not receipt.is_file():
+        return
+    named = set()
+    for line in read_log(receipt):
+        with suppress(ValueError, KeyError, TypeError):
+            entry = json.loads(line)
+            if entry["kind"] == "checkpoint" and int(entry["step"]) > step:
+                named.add(int(entry["step"]))
+    there = {path.name for place in (folder, folder / UNFINISHED) for path in _checkpoints(place)}
+    lost = [number for number in sorted(named) if f"checkpoint-{number}" not in there]
+    if not lost:
+        return
+    kept = []
+    for name in (METRICS, SHOWN, RECEIPT):
         path = folder / name
-        if checkpoint is None:
-            path.unlink(missing_ok=True)
-        elif path.exists():
-            kept = lines_up_to(path.read_text().splitlines(), step)
-            replace_text(path, "".join(f"{line}\n" for line in kept))
+        if path.is_file():
+            copy = free_name(path.with_name(f"{path.stem}-until-step-{lost[-1]}{path.suffix}"))
+            with replacing(copy) as file:
+                file.write(path.read_bytes())
+            kept.append(copy.name)
+    goes_on = f"goes on from checkpoint-{step} and repeats the steps after it" if step else "starts from the beginning"
+    names = ", ".join(f"checkpoint-{number}" for number in lost)
+    _logger.warning(
+        f"{RECEIPT} names {names}, which cannot be used or is gone; the run {goes_on}. Its logs so far are kept: {', '.join(kept)}"
+    )
 
 
 def _checkpoints(folder: Path) -> list[Path]:

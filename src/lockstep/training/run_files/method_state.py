@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.errors import InputError
+from lockstep.files import replace_text
 from lockstep.training.data.prompt_order import PromptOrder
 from lockstep.training.forward.reference import FILE as REFERENCE
 from lockstep.training.forward.reference import Reference
@@ -45,11 +46,11 @@ class MethodState:
         """Write the state into a checkpoint, before the base class saves: its last file marks the checkpoint as complete."""
         folder.mkdir(parents=True, exist_ok=True)
         if state := self.objective.state():
-            (folder / OBJECTIVE).write_text(json.dumps(state))
+            replace_text(folder / OBJECTIVE, json.dumps(state))
         if solved := self.order.state():
-            (folder / PROMPTS).write_text(json.dumps(solved))
+            replace_text(folder / PROMPTS, json.dumps(solved))
         if changed := self.changes.state():
-            (folder / CHANGES).write_text(json.dumps(changed))
+            replace_text(folder / CHANGES, json.dumps(changed))
         if self.critic is not None:
             save_file(self.critic.state_dict(), folder / CRITIC)
         if self.moving_reference is not None:

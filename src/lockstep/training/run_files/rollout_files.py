@@ -8,7 +8,6 @@ what each column is.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lockstep.errors import names_path
+from lockstep.files import replacing
 from lockstep.report.kept_rollouts import FACTS, FOLDER, SCORE, file_name, rollout_files
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.tokens.arrays import Reals
@@ -48,17 +47,9 @@ def keep_rollouts(
     )
     path = run / FOLDER / file_name(step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    try:
-        with names_path(path), beside.open("wb") as file:
-            # Dictionaries take longer than zstd and save less.
-            pq.write_table(table, file, compression="zstd", use_dictionary=False, write_statistics=False)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        # Dictionaries take longer than zstd and save less.
+        pq.write_table(table, file, compression="zstd", use_dictionary=False, write_statistics=False)
     thin_out(run, limit)
     return path
 

@@ -8,7 +8,6 @@ because its results would belong to neither of the two configurations.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 from collections.abc import Iterator
@@ -18,16 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.files import free_name, replace_text
 from lockstep.parity.receipt import RECEIPT
 from lockstep.report.page.run_record import AFTER, END, REPORT, SUMMARY
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.run_files.checkpoints import (
     checkpoint_step,
+    clear_places,
     cut_back,
-    free_name,
+    finish_replacement,
     last_checkpoint,
     set_damaged_aside,
 )
+from lockstep.training.run_files.lock import locked
 from lockstep.training.run_files.run_identity import changed_fields, follows_length, longer
 from lockstep.training.run_files.whole_run import check_checkpoint, restore_metrics
 
@@ -63,20 +65,13 @@ def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPl
             files cannot be read.
     """
     settings = json.loads(json.dumps(settings, default=str))
-    folder = _place(Path(output_dir), settings)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a")
-    except OSError as error:
-        raise InputError(f"output_dir {folder} cannot be used: {error}") from error
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(
-                f"another process is running in {folder}; wait for it, or give another output_dir"
-            ) from error
-        yield _prepare(folder, settings)
+    while True:
+        folder = _place(Path(output_dir), settings)
+        with locked(folder, "command"):
+            # The run of another process may have ended meanwhile.
+            if _place(Path(output_dir), settings) == folder:
+                yield _prepare(folder, settings)
+                return
 
 
 @contextmanager
@@ -101,10 +96,12 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     known = folder / SETTINGS
     if known.exists() and known.is_dir():
         raise InputError(f"{known} is a directory; give another output_dir")
+    finish_replacement(folder)
     set_damaged_aside(folder)
     checkpoint, start = last_checkpoint(folder), None
     if checkpoint is not None and not known.exists():
         raise InputError(f"{folder} holds checkpoints of something else (no {SETTINGS}); give another output_dir")
+    clear_places(folder)
     if checkpoint is not None:
         earlier = _settings_in(folder)
         if changed := changed_fields(earlier, settings):
@@ -117,7 +114,7 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
         _lengthen(folder, earlier, settings, checkpoint_step(checkpoint))
     if known.exists():
         cut_back(folder, checkpoint)
-    known.write_text(json.dumps(settings, indent=1) + "\n")
+    replace_text(known, json.dumps(settings, indent=1) + "\n")
     return RunPlace(folder, checkpoint, start)
 
 

@@ -30,7 +30,8 @@ _BOOKKEEPING: dict[str, set[str]] = {
     },
     "when it logs, saves and evaluates, and what it prints": {
         "logging_strategy", "logging_steps", "logging_first_step", "save_strategy", "save_steps", "save_total_limit",
-        "eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "disable_tqdm", "log_level", "log_level_replica",
+        # `eval_strategy` decides `do_eval`.
+        "eval_strategy", "do_eval", "eval_steps", "eval_delay", "eval_on_start", "disable_tqdm", "log_level", "log_level_replica",
         "log_on_each_node", "log_completions", "num_completions_to_print", "log_unique_prompts", "skip_memory_metrics",
         "rollouts_size_limit",
         "save_only_model", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",

@@ -6,16 +6,22 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import InputError
+from lockstep.files import replace_text, set_aside
 from lockstep.images.reading import text_of_content
 from lockstep.images.thumbnails import thumbnails_of_row
-from lockstep.parity.receipt import replace_text
+from lockstep.parity.receipt import RECEIPT, text_digest
 from lockstep.rollouts.group import RolloutGroup
 
+_logger = logging.getLogger(__name__)
+
+# The kind of the receipt's line.
+EVALUATION = "evaluation"
 _SHOWN_GROUPS = 12
 
 
@@ -43,21 +49,51 @@ def save_evaluation(
     replace_text(path, json.dumps(found, indent=1) + "\n")
 
 
-def read_evaluation(path: Path) -> dict[str, Any]:
-    """A saved evaluation; empty if there is none.
+def proven_evaluation(path: Path, receipt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A saved evaluation, as the run wrote it; empty if there is none.
 
-    Raises:
-        InputError: the file cannot be read.
+    A file that cannot be read or was changed is renamed, and the user is told. Then the metrics are those of the receipt's
+    line (`evaluation_line`). A run of an earlier version has no such line: its file is taken if it can be read.
     """
-    if not path.exists():
+    line = next((e for e in reversed(receipt) if e.get("kind") == EVALUATION and e.get("file") == path.name), None)
+    text = _text(path)
+    found = _evaluation(text)
+    restored = line and json.dumps({"metrics": line["metrics"], "rollouts": [], "turns": []}, indent=1) + "\n"
+    if found and (line is None or text == restored or text_digest(text or "") == line["digest"]):
+        return found
+    if os.path.lexists(path):
+        set_aside(path, "is not as the run wrote it" if found else "cannot be read")
+    if restored is None:
         return {}
+    replace_text(path, restored)
+    _logger.info(f"the metrics of {path.name} were restored from {RECEIPT}; it has no rollouts")
+    return _evaluation(restored)
+
+
+def evaluation_line(path: Path, step: int) -> dict[str, Any] | None:
+    """The receipt's line of a saved evaluation: its metrics, and the digest of its file. None: there is no such file."""
+    text = _text(path)
+    found = _evaluation(text)
+    if not found:
+        return None
+    digest = text_digest(text or "")
+    return {"kind": EVALUATION, "step": step, "file": path.name, "digest": digest, "metrics": found["metrics"]}
+
+
+def _text(path: Path) -> str | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        if not found["metrics"] or not isinstance(found["rollouts"], list):
-            raise ValueError("it holds no evaluation")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} cannot be read ({error}); delete it to go on without it") from error
-    return found
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _evaluation(text: str | None) -> dict[str, Any]:
+    """The content of a file; empty if it holds no evaluation."""
+    try:
+        found: dict[str, Any] = json.loads(text or "")
+        return found if found["metrics"] and isinstance(found["rollouts"], list) else {}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
 
 def _shown(group: RolloutGroup, *, images: bool) -> dict[str, Any]:

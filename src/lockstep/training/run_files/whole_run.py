@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.parity.receipt import DIGESTS, RECEIPT, check_chain, lines_up_to, replace_text
-from lockstep.parity.resume.checkpoint import check_sealed
-from lockstep.report.page.run_record import METRICS
+from lockstep.files import replace_text, set_aside
+from lockstep.parity.receipt import DIGESTS, RECEIPT, check_chain, lines_up_to, read_log
+from lockstep.parity.resume.checkpoint import TRAINER_STATE, check_sealed
+from lockstep.report.page.run_record import METRICS, read_lines
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, An
         receipt: the run's receipt, or the copy of it in the checkpoint.
 
     Returns:
-        The receipt's last `start` line, which has the run's inputs.
+        The last `start` line before the checkpoint's own. It has the inputs of the steps up to the checkpoint.
 
     Raises:
         InputError: the receipt is missing, empty, cut or changed; a file of the checkpoint is missing, changed, or foreign; or the
@@ -39,17 +42,18 @@ def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, An
             f"{what}{checkpoint.name} holds only the model (save_only_model), and no optimizer state. Nothing was changed. Give "
             "the checkpoint as the model of a new run, with another output_dir"
         )
-    kept = lines_up_to(_text(receipt, what, now).splitlines(), step)
+    kept = lines_up_to(_lines(receipt, what, now), step)
     try:
         check_chain(kept)
         entries = [json.loads(line) for line in kept]
-        lines = [entry for entry in entries if entry["kind"] == "checkpoint" and entry["step"] == step]
-        if not lines:
+        before = _before_checkpoint(entries, step)
+        if before is None:
             raise InputError(f"{RECEIPT} does not reach {checkpoint.name}: lines were removed or replaced")
-        check_sealed(checkpoint, lines[-1]["digests"])
+        check_sealed(checkpoint, entries[len(before)]["digests"])
     except InputError as error:
         raise InputError(f"{what}{error}. {now}") from error
-    return next(entry for entry in reversed(entries) if entry["kind"] == "start")
+    # A start after it is of an attempt that was refused or killed before it had a checkpoint of its own.
+    return next(entry for entry in reversed(before) if entry["kind"] == "start")
 
 
 def optimizer_lines(receipt: Path, step: int) -> list[dict[str, Any]]:
@@ -57,49 +61,55 @@ def optimizer_lines(receipt: Path, step: int) -> list[dict[str, Any]]:
 
     Changes that were written after the checkpoint are not in it.
     """
-    entries = [json.loads(line) for line in lines_up_to(receipt.read_text().splitlines(), step)]
+    entries = [json.loads(line) for line in lines_up_to(read_log(receipt), step)]
+    return [entry for entry in _before_checkpoint(entries, step) or () if entry["kind"] in ("start", "optimizer")]
+
+
+def _before_checkpoint(entries: list[dict[str, Any]], step: int) -> list[dict[str, Any]] | None:
+    """The entries of a receipt before the line of a step's checkpoint; None if it has no such line."""
     ends = [i for i, entry in enumerate(entries) if entry["kind"] == "checkpoint" and entry["step"] == step]
-    return [entry for entry in entries[: ends[-1]] if entry["kind"] in ("start", "optimizer")]
+    return entries[: ends[-1]] if ends else None
 
 
 def restore_metrics(folder: Path, checkpoint: Path, step: int) -> None:
-    """Write the lines of `metrics.jsonl` again if some are gone or unreadable. The checkpoint's trainer state has them too."""
-    history = json.loads((checkpoint / "trainer_state.json").read_text()).get("log_history", [])
-    wanted = [entry for entry in history if "loss" in entry or "eval_reward" in entry]
-    found = _entries(folder / METRICS)
-    if [entry["step"] for entry in wanted] == [entry["step"] for entry in found if entry["step"] <= step]:
-        return
+    """Write `metrics.jsonl` again if its lines up to the checkpoint are not those that the run has logged.
+
+    The checkpoint's trainer state has the same lines, and its digest is in the receipt. A file that differs is kept beside
+    the new one, and the user is told. Lines may have more entries, which a callback of the user's has added.
+    """
+    history = json.loads((checkpoint / TRAINER_STATE).read_text()).get("log_history", [])
+    wanted = [{"step": entry["step"], **entry} for entry in history if is_metric(entry)]
     path = folder / METRICS
-    if path.is_dir():
-        raise InputError(f"{path} is a directory; rename it")
-    if path.exists():
-        path.replace(path.with_name("metrics.damaged.jsonl"))
-    replace_text(path, "".join(json.dumps({"step": entry["step"], **entry}) + "\n" for entry in wanted))
-    _logger.info(f"{METRICS} lacked lines; they were restored from {checkpoint.name}")
+    found = [entry for entry in read_lines(path) if _step(entry) <= step]
+    if len(found) == len(wanted) and all(map(_has, found, wanted)):
+        return
+    if os.path.lexists(path):
+        set_aside(path, f"is not what the run has logged up to {checkpoint.name}")
+    replace_text(path, "".join(json.dumps(entry) + "\n" for entry in wanted))
+    _logger.info(f"{METRICS} was restored from {checkpoint.name}")
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
-    """The entries of a log that can be read; a last line that a kill cut short does not count, nor does any other such line."""
-    if not path.is_file():
-        return []
-    found = []
-    for line in path.read_bytes().splitlines():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            found.append(entry)
-    return found
+def is_metric(entry: Mapping[str, Any]) -> bool:
+    """Whether a log of the trainer is a line of `metrics.jsonl`: of a step, or of an evaluation between steps."""
+    return "loss" in entry or any(name.startswith("eval_") for name in entry)
 
 
-def _text(path: Path, what: str, now: str) -> str:
+def _has(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    # Texts are compared, because NaN differs from itself.
+    return json.dumps({name: found.get(name) for name in wanted}) == json.dumps(wanted)
+
+
+def _step(entry: Mapping[str, Any]) -> int:
+    step = entry.get("step")
+    # A line without a step is none of ours. It counts as a difference.
+    return step if isinstance(step, int) else -1
+
+
+def _lines(path: Path, what: str, now: str) -> list[str]:
     try:
-        text = path.read_text()
+        lines = read_log(path)
     except OSError as error:
         raise InputError(f"{what}{path.name} of {path.parent.name} cannot be read ({error.strerror}). {now}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{what}{path.name} of {path.parent.name} is not a text file. {now}") from error
-    if not text.strip():
+    if not lines:
         raise InputError(f"{what}{path.name} of {path.parent.name} is empty. {now}")
-    return text
+    return lines

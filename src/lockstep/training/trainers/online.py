@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
@@ -50,6 +52,7 @@ from lockstep.training.loop import TrainingLoop
 from lockstep.training.methods.objective import Objective
 from lockstep.training.run_files.changes import Changes
 from lockstep.training.run_files.completion_log import show_generation
+from lockstep.training.run_files.lock import locked
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.run_files.run_identity import model_inputs, run_inputs
 from lockstep.training.run_files.step_log import StepLog
@@ -358,21 +361,25 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         """Train, as the base class does. At the end, also after an error, the engine's unfinished generations are cancelled.
 
         Raises:
-            InputError: there is no checkpoint to resume from, or `use_liger_kernel` is set and there is no GPU.
+            InputError: there is no checkpoint to resume from, another process is running in the output directory, or
+                `use_liger_kernel` is set and there is no GPU.
             LockstepError: the trainer is closed.
         """
         check_open(self._is_closed)
         check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)
         if resume_from_checkpoint is None:
             resume_from_checkpoint = self.args.resume_from_checkpoint
-        self.check_resume(resume_from_checkpoint)
-        try:
-            with self.noting_failure():
-                return super().train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            self.source.abandon_pending()
-            if self._notebook_view is not None:
-                self._notebook_view.stop()
+        folder = Path(self.args.output_dir or ".")
+        with ExitStack() as held:
+            self.ranks.on_owner("lock", lambda: held.enter_context(locked(folder, "trainer")))
+            self.check_resume(resume_from_checkpoint)
+            try:
+                with self.noting_failure():
+                    return super().train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                self.source.abandon_pending()
+                if self._notebook_view is not None:
+                    self._notebook_view.stop()
 
     def training_step(self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Learn from one part of the current generation: see `TrainingLoop.micro_step`.

@@ -259,10 +259,16 @@ class Proofs:
 
         alarms.go_on(receipt.entries, write)
 
+    def note_evaluation(self, line: Mapping[str, Any]) -> None:
+        """Write into the receipt what an evaluation before training has measured."""
+        assert self._receipt is not None
+        self._receipt.append(dict(line))
+
     def note_checkpoint(self, step: int, digests: str) -> None:
         """Write a checkpoint's digest into the receipt. The checkpoint no longer fits a receipt that is cut or rewritten."""
         assert self._receipt is not None
-        self._receipt.append({"kind": "checkpoint", "step": step, "digests": digests})
+        # A checkpoint that is on the disk needs its line there too.
+        self._receipt.append({"kind": "checkpoint", "step": step, "digests": digests}, durable=True)
 
     def sync(self, version: int, *, every_module: bool = False) -> ProbeRecord:
         """Push the weights and probe the engine.

@@ -12,21 +12,24 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from lockstep.errors import ProofError, names_path
-from lockstep.parity.receipt import lines_up_to, replace_text
+from lockstep.errors import ProofError
+from lockstep.files import append_line, replace_text
 from lockstep.report.page.report import render_report
 from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SHOWN, SUMMARY, read_run
 from lockstep.report.summary import summarise
 from lockstep.training.run_files.about_run import about_run
+from lockstep.training.run_files.checkpoints import clear_places, clear_unfinished, cut_log
+from lockstep.training.run_files.lock import Occupied, locked
 from lockstep.training.run_files.rollout_files import keep_rollouts, remove_after
-from lockstep.training.run_files.saved_evaluation import save_evaluation
+from lockstep.training.run_files.saved_evaluation import evaluation_line, proven_evaluation, save_evaluation
 from lockstep.training.run_files.shown_rollouts import shown_generation, shown_rollout
+from lockstep.training.run_files.whole_run import is_metric, restore_metrics
 
 if TYPE_CHECKING:
     from lockstep.training.trainers.online import OnlineTrainer
@@ -81,13 +84,19 @@ class RunFiles(TrainerCallback):
         if self._is_begun or not self._trainer.ranks.owner:
             return
         folder, self._is_begun = self.folder, True
+        clear_places(folder)
+        clear_unfinished(folder)
+        if (checkpoint := self._trainer.resumed_from) is not None:
+            restore_metrics(folder, checkpoint, state.global_step)
         remove_after(folder, state.global_step)
         for name in (METRICS, SHOWN):
-            _cut(folder / name, state.global_step)
+            cut_log(folder / name, state.global_step)
         # An evaluation of an earlier run in this directory does not belong to this one.
         stale = (BEFORE,) if state.global_step == 0 and not self._has_before else ()
         for name in (END, SUMMARY, AFTER, *stale):
             (folder / name).unlink(missing_ok=True)
+        if self._has_before and (line := evaluation_line(folder / BEFORE, state.global_step)):
+            self._trainer.proofs.note_evaluation(line)
         replace_text(
             folder / ABOUT, json.dumps({**self._about(), "max_steps": state.max_steps}, indent=1, default=str) + "\n"
         )
@@ -97,11 +106,9 @@ class RunFiles(TrainerCallback):
             self._keep_generation()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if not self._is_training or not logs or not ("loss" in logs or any(name.startswith("eval_") for name in logs)):
+        if not self._is_training or not logs or not is_metric(logs):
             return
-        path = self.folder / METRICS
-        with names_path(path), path.open("a") as file:
-            file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+        append_line(self.folder / METRICS, json.dumps({"step": state.global_step, **logs}))
         self._write_now_and_then()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -130,6 +137,14 @@ class RunFiles(TrainerCallback):
         after = self._has_trained or 0 < state.max_steps <= state.global_step
         if not after and state.global_step:
             return
+        try:
+            with locked(self.folder):
+                self._save_evaluation(metrics, after=after)
+        except Occupied as error:
+            _logger.warning(f"the evaluation is not written to a file: {error}")
+
+    def _save_evaluation(self, metrics: dict[str, float], *, after: bool) -> None:
+        trainer = self._trainer
         groups, turns, images = trainer.last_eval_groups, [], trainer.config.log_multimodal
         if after:
             # The policy has not moved since the evaluation.
@@ -138,7 +153,6 @@ class RunFiles(TrainerCallback):
                 shown_rollout(r, trainer.processing_class, trainer.proofs.token_gaps, images=images) for r in first
             ]
         self._has_before |= not after
-        self.folder.mkdir(parents=True, exist_ok=True)
         save_evaluation(self.folder / (AFTER if after else BEFORE), metrics, groups, turns, images=images)
         if after and not self.awaits_evaluation:
             self.finish()
@@ -147,12 +161,14 @@ class RunFiles(TrainerCallback):
         """Write the summary and the report of a finished run. Returns the summary."""
         self._end({"ended": "finished"}, report=False)
         run = read_run(self.folder)
+        run = replace(run, before=proven_evaluation(self.folder / BEFORE, run.receipt) or None)
         summary = summarise(
             run.metrics, run.receipt, run.before and run.before["metrics"], run.after and run.after["metrics"],
             time.monotonic() - self._began,
         )  # fmt: skip
+        replace_text(self.folder / REPORT, render_report(replace(run, summary=summary)))
+        # The last file of a run. A run that was killed before it has not finished, and the same command goes on with it.
         replace_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
-        self.write_report()
         return summary
 
     @contextmanager
@@ -164,7 +180,7 @@ class RunFiles(TrainerCallback):
             if self._failure is not error and self._trainer.ranks.owner:
                 self._failure = error
                 # Whatever goes wrong with these files must not hide the error itself.
-                with suppress(Exception):
+                with suppress(Exception), locked(self.folder):
                     self._fail(error)
             self._is_training = False
             raise
@@ -234,9 +250,7 @@ class RunFiles(TrainerCallback):
             shown = shown_generation(
                 generation, trainer.processing_class, logps, failed=failed, images=config.log_multimodal
             )
-            path = self.folder / SHOWN
-            with names_path(path), path.open("a") as file:
-                file.write(json.dumps(shown) + "\n")
+            append_line(self.folder / SHOWN, json.dumps(shown))
 
     def _about(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -248,14 +262,3 @@ class RunFiles(TrainerCallback):
             trainer.rows,
             trainer.inputs.get("data", {}),
         )
-
-
-def _cut(path: Path, step: int) -> None:
-    """Remove the lines of later steps. The lines of an earlier run, from step 0 on, go to a file beside it."""
-    if not path.exists():
-        return
-    if step == 0:
-        path.replace(path.with_name(f"{path.stem}.previous{path.suffix}"))
-        return
-    kept = lines_up_to(path.read_text().splitlines(), step)
-    replace_text(path, "".join(f"{line}\n" for line in kept))

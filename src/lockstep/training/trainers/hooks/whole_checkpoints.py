@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer_utils import rotate_checkpoints
 
 from lockstep.errors import InputError, LockstepError
+from lockstep.files import replacing
 from lockstep.models.adapters import is_adapted
 from lockstep.models.policy import BAD_FILES, first_line
 from lockstep.parity.receipt import RECEIPT
@@ -29,7 +31,17 @@ from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.shards.files import SHARDS, read_optimizer, read_weights, write_shards
 from lockstep.sync.source import PlainSource
 from lockstep.training.generate.source import RolloutSource
-from lockstep.training.run_files.checkpoints import checkpoint_step, guarded_save, last_checkpoint, whole_or_absent
+from lockstep.training.run_files.checkpoints import (
+    UNFINISHED,
+    checkpoint_step,
+    finish_replacement,
+    guarded_save,
+    last_checkpoint,
+    publish,
+    set_damaged_aside,
+    staged_checkpoint,
+    staging_place,
+)
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.run_files.run_identity import changed_fields, has_other_base
 from lockstep.training.run_files.whole_run import check_checkpoint, optimizer_lines
@@ -43,6 +55,7 @@ class WholeCheckpoints(Trainer):
 
     Attributes:
         inputs: the run's data, code and settings (`run_files/run_identity.py`), for the receipt; empty on ranks without the engine.
+        resumed_from: the checkpoint from which this call of `train` goes on; None: it starts from the beginning.
         checked: a checkpoint that was compared with its digests just now, and the `start` line of its receipt. The next `train`
             uses it; without it, `train` compares the checkpoint itself.
     """
@@ -50,12 +63,15 @@ class WholeCheckpoints(Trainer):
     ranks: Ranks
     source: RolloutSource
     inputs: dict[str, Any]
+    resumed_from: Path | None = None
     checked: tuple[Path, dict[str, Any]] | None = None
     # What the receipt says about the optimizer of a resumed run, and the fields of the config that have changed since.
     _resumed_with: tuple[Taken, Sequence[str]] = (Taken(None, []), ())
     # Whether the base under the adapter is another one than that of the checkpoint.
     _has_other_base: bool = False
     _digests: Mapping[str, str] = {}
+    # The folder in the output directory in which a checkpoint is being written; empty at other times.
+    _staging = ""
     _method_state: MethodState
 
     def trained_by_name(self) -> dict[str, Any]:
@@ -68,9 +84,11 @@ class WholeCheckpoints(Trainer):
         Raises:
             InputError: there is no whole checkpoint, it is not as the run wrote it, or an input has changed.
         """
-        self._resumed_with, self._has_other_base = (Taken(None, []), ()), False
+        self._resumed_with, self._has_other_base, self.resumed_from = (Taken(None, []), ()), False, None
         if not asked:
             return
+        if asked is True and self.args.output_dir is not None:
+            self.ranks.on_owner("damaged checkpoints", lambda: _without_damaged(Path(self.args.output_dir)))
         folder = _named(asked, self.args.output_dir)
 
         def check() -> tuple[list[dict[str, Any]], list[str], bool]:
@@ -99,7 +117,8 @@ class WholeCheckpoints(Trainer):
             if not here.exists():
                 # The run goes on in another directory. Its chain goes on there too.
                 here.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(receipt, here)
+                with replacing(here) as file:
+                    file.write(receipt.read_bytes())
             lines = optimizer_lines(receipt, checkpoint_step(folder))
             return (
                 lines,
@@ -108,28 +127,31 @@ class WholeCheckpoints(Trainer):
             )
 
         entries, changed, self._has_other_base = self.ranks.from_owner("checkpoint", check, list, tuple)
-        self._resumed_with = taken_of(entries, changed), changed
+        self._resumed_with, self.resumed_from = (taken_of(entries, changed), changed), folder
 
     # ---- write ------------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
+        checkpoint = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
+        folder = staging_place(checkpoint)
 
         def guarded(save: Callable[[], None]) -> None:
-            with guarded_save(folder.parent, self.state.global_step):
+            with guarded_save(checkpoint.parent, self.state.global_step):
                 save()
 
         def save_state() -> None:
             if not self.ranks.owner:
                 self._save_rng_state(str(folder))
 
-        # The owner writes last, because it writes the trainer's state, and this file marks a checkpoint as complete.
-        with whole_or_absent(folder) if self.ranks.owner else nullcontext(), busy(f"saving {folder.name}"):
+        # The owner writes last, and gives the checkpoint its name when everything is on the disk.
+        with ExitStack() as held:
+            held.enter_context(busy(f"saving {folder.name}"))
+            self.ranks.on_owner("staging", lambda: held.enter_context(staged_checkpoint(checkpoint)))
             if self.ranks.passes is not None:
                 self._write_shards(folder, guarded)
             if self.ranks.count > 1:
                 self.ranks.share("checkpoint", lambda: guarded(save_state))
-            self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, folder)))
+            self.ranks.on_owner("save", lambda: guarded(lambda: self._save_whole(model, trial, checkpoint)))
 
     def _write_shards(self, folder: Path, guarded: Callable[[Callable[[], None]], None]) -> None:
         """Write the parts of all ranks, and digest the whole tensors. Every rank calls."""
@@ -185,19 +207,50 @@ class WholeCheckpoints(Trainer):
             # The optimizer's state is in the shards.
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
-    def _save_whole(self, model: Any, trial: Any, folder: Path) -> None:
-        # Lockstep's files are written first, because the base class completes a checkpoint and may upload it at once.
+    def _save_whole(self, model: Any, trial: Any, checkpoint: Path) -> None:
+        folder, args = staging_place(checkpoint), self.args
         self._method_state.save(folder)
-        super()._save_checkpoint(model, trial)
+        self._staging = UNFINISHED
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._staging = ""
+        if self._name_best():
+            self.state.save_to_json(str(folder / TRAINER_STATE))
+        publish(checkpoint)
+        if args.push_to_hub:
+            super()._push_from_checkpoint(str(checkpoint))
+        rotate_checkpoints(
+            str(checkpoint.parent), args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
+        )
+
+    def _get_output_dir(self, trial: Any) -> str:
+        # The base class asks where a checkpoint's folder goes.
+        found: str = super()._get_output_dir(trial)
+        return str(Path(found) / self._staging) if self._staging else found
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # A checkpoint that is being written is uploaded after it is complete.
+        if not self._staging:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _name_best(self) -> bool:
+        """Let the trainer's state name the best checkpoint by its final place; returns whether the state has changed."""
+        best = self.state.best_model_checkpoint
+        if best is None or Path(best).parent.name != UNFINISHED:
+            return False
+        self.state.best_model_checkpoint = str(Path(best).parents[1] / Path(best).name)
+        return True
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self.ranks.owner:
-            # After this file the base class writes only the trainer's state. Then it removes earlier checkpoints.
+            # After this file the base class writes only the trainer's state.
+            self._name_best()
             memory = self._memory() if self.ranks.passes is None else self._digests
             digests = seal(Path(output_dir), memory, asdict(self.state))
             self.source.proofs.note_checkpoint(self.state.global_step, digests)
-            shutil.copyfile(Path(output_dir).parent / RECEIPT, Path(output_dir) / RECEIPT)
+            shutil.copyfile(Path(self.args.output_dir or ".") / RECEIPT, Path(output_dir) / RECEIPT)
 
     # ---- read -------------------------------------------------------------------------------------------------------
 
@@ -241,6 +294,11 @@ class WholeCheckpoints(Trainer):
 
     def _memory(self) -> Mapping[str, str]:
         return memory_digests(self.trained_by_name(), self.optimizer, self.lr_scheduler)
+
+
+def _without_damaged(output_dir: Path) -> None:
+    finish_replacement(output_dir)
+    set_damaged_aside(output_dir)
 
 
 def _named(asked: Any, output_dir: str | None) -> Path:

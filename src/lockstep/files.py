@@ -1,0 +1,162 @@
+"""Writes files so that each has its whole old content or its whole new content, also after a kill, a full disk or a crash.
+
+Every file of a run is written by these functions. `tests/training/test_every_write.py` finds code that writes in another way.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from lockstep.errors import names_path
+
+_logger = logging.getLogger(__name__)
+
+# What a file system says that cannot sync a directory.
+_NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Within the block, the new content of a file is written. At the end of the block it replaces the old one in one step.
+
+    What is not a regular file, such as a pipe or a terminal, is written to directly.
+
+    Raises:
+        OSError: the content cannot be written, for example because the disk is full. The file is unchanged.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with names_path(path), path.open("wb") as file:
+            yield file
+        return
+    # A link stays a link.
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{target.name}.new")
+    try:
+        with names_path(path):
+            with beside.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file's text in one step.
+
+    Raises:
+        OSError: as in `replacing`.
+    """
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def append_line(path: Path, line: str, *, durable: bool = False) -> None:
+    """Append a line to a log. If that fails, the log is as it was before.
+
+    Args:
+        durable: whether the line must be on the disk when the function returns, so that a crash of the machine does not lose it.
+
+    Raises:
+        OSError: the line cannot be written.
+    """
+    data = f"{line}\n".encode()
+    with names_path(path), path.open("ab", buffering=0) as file:
+        start, done = file.tell(), 0
+        try:
+            while done < len(data):
+                done += file.write(data[done:])
+            if durable:
+                os.fsync(file.fileno())
+        except OSError:
+            # Half a line would join the next one.
+            with suppress(OSError):
+                file.truncate(start)
+            raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring every file of a folder to the disk.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    for place, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(place) / name)
+        _sync(Path(place))
+
+
+def publish_folder(made: Path, place: Path) -> None:
+    """Give a finished folder its name. A folder with that name is whole at every moment, also after a crash of the machine.
+
+    Args:
+        made: the folder, on the same file system.
+        place: its name; nothing has this name yet.
+
+    Raises:
+        OSError: the files cannot be brought to the disk.
+    """
+    sync_folder(made)
+    made.rename(place)
+    _sync(place.parent)
+
+
+@contextmanager
+def making_folder(place: Path) -> Iterator[Path]:
+    """Within the block, a folder is filled under another name beside its place. At the end of the block it gets its name.
+
+    Raises:
+        OSError: the files cannot be brought to the disk. There is no folder.
+    """
+    made = place.with_name(f".{place.name}.new")
+    # A kill may have left it.
+    shutil.rmtree(made, ignore_errors=True)
+    try:
+        made.mkdir(parents=True)
+        yield made
+        publish_folder(made, place)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def free_name(wanted: Path) -> Path:
+    """The path itself if it does not exist, else the first of `NAME-2`, `NAME-3`, … that does not exist. The suffix is kept."""
+    path, number = wanted, 2
+    while os.path.lexists(path):
+        path = wanted.with_name(f"{wanted.stem}-{number}{wanted.suffix}")
+        number += 1
+    return path
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Rename what cannot be used to `damaged-NAME`, and tell the user. Returns the new path."""
+    aside = free_name(path.with_name(f"damaged-{path.name}"))
+    path.rename(aside)
+    _logger.warning(f"{path.name} {why}; it is now {aside}")
+    return aside
+
+
+def _sync(path: Path) -> None:
+    if path.is_symlink() or not (path.is_file() or path.is_dir()):
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with names_path(path):
+            os.fsync(handle)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in _NO_SYNC:
+            raise
+    finally:
+        os.close(handle)
