@@ -129,7 +129,7 @@ def self_tests(seed: int, until: float, words: Sequence[object] = (PYTHON.parent
             seconds = time.monotonic() - start
             if code:
                 show_end(f"{name}: exit code {code}", log)
-            if code is None or not file.exists():
+            if not file.exists():
                 said = "NOT ENDED in its time" if code is None else f"NO VERDICTS, exit code {code}"
                 return Result(name, 0, 0, seconds, said=said)
             found = json.loads(file.read_text())
@@ -138,6 +138,8 @@ def self_tests(seed: int, until: float, words: Sequence[object] = (PYTHON.parent
         failed = injected - found["caught"] + errors
         # A false alarm of a control is in no count of faults.
         said = "" if code == 0 or failed else f"FAILED, exit code {code}"
+        if not found["ended"]:
+            said = "NOT ENDED in its time" if code is None else f"NOT ENDED, exit code {code}"
         return Result(name, injected + errors, faults, seconds, failed, said)
 
     with ThreadPoolExecutor(LANES) as pool:

@@ -86,7 +86,7 @@ def test_the_counts_of_both_self_tests_are_taken(tmp_path: Path) -> None:
     program = tmp_path / "lockstep.py"
     program.write_text(STAND_IN)
     for dtype, caught in (("float32", 2), ("bfloat16", 1)):
-        found = {"passed": caught == 2, "injected": 2, "caught": caught, "errors": 0}
+        found = {"passed": caught == 2, "injected": 2, "caught": caught, "errors": 0, "ended": True}
         faults = [{"id": name} for name in ("-", "W1", "W2", "W10")]
         (tmp_path / f"{dtype}.json").write_text(json.dumps({**found, "faults": faults}))
     single, half = nightly.self_tests(1, soon(), (sys.executable, program))
@@ -99,6 +99,20 @@ def test_a_self_test_that_does_not_end_fails(tmp_path: Path) -> None:
     results = nightly.self_tests(1, soon(1.0), (sys.executable, tmp_path / "slow.py"))
     assert [result.said for result in results] == ["NOT ENDED in its time"] * 2
     assert not any(result.passed for result in results)
+
+
+def test_what_a_self_test_had_found_when_it_was_killed_is_counted(tmp_path: Path) -> None:
+    program = tmp_path / "lockstep.py"
+    program.write_text(
+        f"{STAND_IN.partition('sys.exit')[0]}\nos.kill(os.getpid(), 9)".replace("import ", "import os, ")
+    )
+    found = {"passed": False, "injected": 2, "caught": 2, "errors": 0, "ended": False}
+    for dtype in ("float32", "bfloat16"):
+        (tmp_path / f"{dtype}.json").write_text(json.dumps({**found, "faults": [{"id": "W1"}, {"id": "W2"}]}))
+    results = nightly.self_tests(1, soon(), (sys.executable, program))
+    assert [(result.ran, result.passed, result.said) for result in results] == [
+        (2, False, "NOT ENDED, exit code -9")
+    ] * 2
 
 
 def test_one_table_at_the_end_with_the_seed(capsys: pytest.CaptureFixture[str]) -> None:

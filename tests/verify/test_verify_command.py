@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,22 @@ def test_the_self_test_also_runs_with_several_steps_per_generation_and_with_gene
     ways = {v["way"]: v["caught_by"] for v in found["faults"] if v["id"] == "M2"}
     assert ways == {"several steps per generation": "learned", "max_staleness 2": "learned"}
     assert "max_staleness 2" in capsys.readouterr().out
+
+
+def test_a_self_test_that_is_ended_early_leaves_what_it_has_found(
+    untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends_early(stage: Any, progress: Any) -> Iterator[self_test.Verdict]:
+        yield self_test.Verdict("-", "nothing")
+        yield self_test.Verdict("W4", "an empty load", caught_by="manifest")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(self_test, "run_self_test", ends_early)
+    file = tmp_path / "verdicts.json"
+    words = ["verify", "--model", untied_dir, "--engine", "transformers", "--dtype", "float32", "--json", str(file)]
+    assert main([*words, "--self-test"]) != 0
+    found = json.loads(file.read_text())
+    assert (found["injected"], found["caught"], found["passed"], found["ended"]) == (1, 1, False, False)
 
 
 def test_the_runs_own_filters_are_verified_beside_the_fixed_ones(untied_dir: str, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +119,7 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
         rows_kept,
         run_in_runs,
         run_self_test,
+        write_verdicts,
     )
     from lockstep.verify.stage import open_stage
 
@@ -135,6 +136,12 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
     console = Console()
     rows: list[Row] = []
     verdicts: list[Verdict] = []
+
+    def keep(found: Iterable[Verdict]) -> None:
+        for verdict in found:
+            verdicts.append(verdict)
+            write_verdicts(verdicts, arguments.json, ended=False)
+
     special = len(PICTURE_FAULTS) + len(ADAPTER_FAULTS) + len(QUANTISED_FAULTS)
     injected = 1 + len(FAULTS) + special + len(WAYS) * (1 + len(faults_of_runs()))
     steps = 1 + (injected if arguments.self_test else len(CHECKS) + len(PICTURE_CHECKS))
@@ -147,12 +154,12 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
             with open_stage(name, config, _prompts(arguments), plain=arguments.plain_prompts, engine=engine) as stage:
                 settings = {"model": stage.trainer.model_path, "engine": stage.engine.settings()}
                 if arguments.self_test:
-                    verdicts = run_self_test(stage, progress)
+                    keep(run_self_test(stage, progress))
                     if config.vllm_quantization is not None:
-                        verdicts += run_self_test(stage, progress, QUANTISED_FAULTS)
+                        keep(run_self_test(stage, progress, QUANTISED_FAULTS))
                     if seeing is not None:
                         with rows_kept(verdicts, "prompts with pictures"):
-                            verdicts += run_self_test(seeing, progress, PICTURE_FAULTS)
+                            keep(run_self_test(seeing, progress, PICTURE_FAULTS))
 
                     def open_with(changes: Mapping[str, int | float]) -> AbstractContextManager[Stage]:
                         other = config_with(changes)
@@ -163,7 +170,7 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
 
                     for way in WAYS:
                         with rows_kept(verdicts, way.name):
-                            verdicts += run_in_runs(open_with, way, progress)
+                            keep(run_in_runs(open_with, way, progress))
                 else:
                     rows = run_checks(stage, progress)
                     if seeing is not None:
@@ -178,7 +185,7 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
                     _adapter_stage(name, arguments, config_with({})) as adapted,
                 ):
                     if adapted is not None:
-                        verdicts += run_self_test(adapted, progress, ADAPTER_FAULTS)
+                        keep(run_self_test(adapted, progress, ADAPTER_FAULTS))
         except ProofError as error:
             # Trainer and engine could not start together. This error is the only row of the report.
             rows, settings = [failed_row("start", error)], {"model": name}

@@ -157,18 +157,20 @@ class Verdict:
     error: str = ""
 
 
-def run_self_test(stage: Stage, progress: Callable[[str], None], faults: tuple[Fault, ...] = FAULTS) -> list[Verdict]:
-    """The results without a fault and with each fault. The stage's weights are restored afterwards."""
+def run_self_test(
+    stage: Stage, progress: Callable[[str], None], faults: tuple[Fault, ...] = FAULTS
+) -> Iterator[Verdict]:
+    """The results without a fault and with each fault, each as soon as it is known. The stage's weights are restored."""
     # The controls: a proof that stops a step without a fault is a false alarm.
-    controls = _each_fault(stage, (_CONTROL, _EVALUATED), _put_to_the_test, progress)
-    control = next((c for c in controls if c.caught_by or c.error), controls[-1])
-    return [control, *_each_fault(stage, faults, _put_to_the_test, progress)]
+    controls = list(_each_fault(stage, (_CONTROL, _EVALUATED), _put_to_the_test, progress))
+    yield next((c for c in controls if c.caught_by or c.error), controls[-1])
+    yield from _each_fault(stage, faults, _put_to_the_test, progress)
 
 
 def run_in_runs(
     open_with: OpenStage, way: Way, progress: Callable[[str], None], faults: Sequence[Fault] | None = None
-) -> list[Verdict]:
-    """The results without a fault and with each fault, in real runs.
+) -> Iterator[Verdict]:
+    """The results without a fault and with each fault, in real runs, each as soon as it is known.
 
     Args:
         open_with: gives the stage; its weights are restored after each run.
@@ -185,7 +187,9 @@ def run_in_runs(
                 moved = f"{control.moved:.2g} nats on average, {times:.2g} times the limit on a gap"
                 control = replace(control, message=f"the policy moved by {moved} (learning rate {rate:g})")
             injected = faults_of_runs() if faults is None else faults
-            return [control, *_each_fault(stage, injected, partial(_in_a_run, way), progress, way.name)]
+            yield control
+            yield from _each_fault(stage, injected, partial(_in_a_run, way), progress, way.name)
+            return
     raise AssertionError("the last learning rate is always taken")
 
 
@@ -233,12 +237,10 @@ class _Injection:
 
 def _each_fault(
     stage: Stage, faults: Sequence[Fault], attempt: _Attempt, progress: Callable[[str], None], way: str = ""
-) -> list[Verdict]:
-    verdicts: list[Verdict] = []
+) -> Iterator[Verdict]:
     for fault in faults:
         progress(f"{way}: {fault.id} {fault.what}" if way else f"{fault.id} {fault.what}")
-        verdicts.append(_verdict(stage, fault, attempt, way))
-    return verdicts
+        yield _verdict(stage, fault, attempt, way)
 
 
 def _verdict(stage: Stage, fault: Fault, attempt: _Attempt, way: str = "") -> Verdict:
@@ -346,6 +348,37 @@ def _in_a_run(way: Way, stage: Stage, fault: Fault, injection: _Injection) -> Ve
         return replace(verdict, tokens=counted(), steps=stage.version - way.clean, moved=moved)
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a self-test has found: faults that were injected, those that a proof stopped, and those that ended in an error."""
+
+    injected: int
+    caught: int
+    errors: int
+    passed: bool
+
+
+def counts_of(verdicts: Sequence[Verdict]) -> Counts:
+    """The counts so far. They pass without a miss, an error and a false alarm."""
+    faults = [v for v in verdicts if v.id != _CONTROL.id]
+    injected = [v for v in faults if not v.skipped and not v.error]
+    caught, errors = sum(bool(v.caught_by) for v in injected), sum(bool(v.error) for v in faults)
+    alarms = any(v.caught_by or v.error for v in verdicts if v.id == _CONTROL.id)
+    return Counts(len(injected), caught, errors, caught == len(injected) and not errors and not alarms)
+
+
+def write_verdicts(verdicts: Sequence[Verdict], file: str | None, *, ended: bool) -> None:
+    """Write the JSON file, if one is asked for. A self-test takes hours, so it is written after each fault.
+
+    Args:
+        ended: whether these are all verdicts. Before that, nothing has passed.
+    """
+    if file:
+        counts = asdict(counts_of(verdicts))
+        content = {**counts, "passed": ended and counts["passed"], "ended": ended}
+        replace_text(Path(file), json.dumps({**content, "faults": [asdict(v) for v in verdicts]}, indent=1) + "\n")
+
+
 def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) -> int:
     """Print the table and "N injected, N caught", and write the JSON file. Returns the exit code."""
     table = Table(box=None, pad_edge=False)
@@ -359,12 +392,9 @@ def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) 
             way = v.way
         table.add_row(v.id, escape(v.what), *_cells(v))
     console.print(table)
-    injected = [v for v in faults if not v.skipped and not v.error]
-    stopped, errors = sum(bool(v.caught_by) for v in injected), sum(bool(v.error) for v in faults)
-    alarms = [v for v in controls if v.caught_by or v.error]
-    passed = stopped == len(injected) and not errors and not alarms
-    ended = f", {errors} ended in an error" if errors else ""
-    console.print(f"\n{len(injected)} injected, {stopped} caught{ended}", highlight=False)
+    counts = counts_of(verdicts)
+    wrong = f", {counts.errors} ended in an error" if counts.errors else ""
+    console.print(f"\n{counts.injected} injected, {counts.caught} caught{wrong}", highlight=False)
     for control in controls:
         where = f"{escape(control.way)}: " if control.way else ""
         if control.caught_by:
@@ -378,10 +408,8 @@ def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) 
         else:
             continue
         console.print(said, highlight=False)
-    if file:
-        content = {"passed": passed, "injected": len(injected), "caught": stopped, "errors": errors}
-        replace_text(Path(file), json.dumps({**content, "faults": [asdict(v) for v in verdicts]}, indent=1) + "\n")
-    return 0 if passed else 1
+    write_verdicts(verdicts, file, ended=True)
+    return 0 if counts.passed else 1
 
 
 def _cells(verdict: Verdict) -> tuple[str, str]:
