@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +52,8 @@ def test_workers_get_settings_of_their_own_and_the_trainer_keeps_its_environment
     before, threads = dict(os.environ), torch.get_num_threads()
     with socket_folder() as folder, process_start(4, folder):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert str(folder) == envs.VLLM_RPC_BASE_PATH
+        assert str(folder) == envs.VLLM_RPC_BASE_PATH == os.environ["TMPDIR"]
+        assert tempfile.gettempdir() != str(folder)
         assert envs.VLLM_HOST_IP == os.environ["VLLM_LOOPBACK_IP"] == "127.0.0.1"
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         assert os.environ["OMP_NUM_THREADS"] == "2"

@@ -165,7 +165,10 @@ def test_everything_is_loaded_by_one_function() -> None:
     found = {}
     for part in ("src", "benchmarks", "scripts", "examples", "recipes"):
         for path in (REPOSITORY / part).rglob("*.py"):
-            name, tree = str(path.relative_to(REPOSITORY)), ast.parse(path.read_text())
+            name, text = str(path.relative_to(REPOSITORY)), path.read_text()
+            if not any(word in text for word in (*LOADS, "pipeline")):
+                continue
+            tree = ast.parse(text)
             own = part == "src" and not name.startswith("src/lockstep/examples/")
             bare = loads_of(tree) + (
                 [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in LOADS]

@@ -9,6 +9,7 @@ import shlex
 import socket
 import stat
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lockstep.cli.main import main
 from lockstep.cli.serve import _where
 from lockstep.engines.http.server_calls import HOW_TO_START
 from lockstep.errors import InputError
+from lockstep.images.files import LARGEST
 from lockstep.server.command import ServeOptions, command_line, environment
 from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import KEY_VARIABLE, default_key_file, key_for, make_key, read_key, write_key
@@ -402,6 +404,17 @@ class TestCommand:
     def test_addresses_of_every_kind_make_urls(self, untied_dir: str) -> None:
         assert options(untied_dir, host="::1").url == "http://[::1]:8000"
         assert options(untied_dir, "--ssl-certfile=c", host="0.0.0.0").url == "https://127.0.0.1:8000"
+
+    def test_pictures_of_a_servers_calls_are_limited_as_those_of_a_run(self, untied_dir: str) -> None:
+        name = "VLLM_MAX_IMAGE_PIXELS"
+        assert environment(KEY, options(untied_dir), {})[name] == str(LARGEST)
+        assert environment(KEY, options(untied_dir), {name: "7"})[name] == "7"
+        spec = find_spec("vllm")
+        assert spec is not None
+        (folder,) = spec.submodule_search_locations or ()
+        formats = (Path(folder) / "multimodal" / "image.py").read_text().partition("ALLOWED_IMAGE_FORMATS")[2]
+        assert '"PNG"' in formats
+        assert not {'"EPS"', '"WMF"'} & set(formats.partition(")")[0].replace(",", "").split())
 
     def test_the_environment_accepts_no_pickles_and_no_second_key(self, untied_dir: str) -> None:
         given = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_API_KEY": "x", "OMP_NUM_THREADS": "7", "HOME": "/h"}

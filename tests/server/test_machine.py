@@ -149,7 +149,8 @@ def test_sockets_are_in_a_folder_of_this_user_alone_with_room_for_their_names(
     with socket_folder() as folder:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert len(str(folder)) + 37 <= 107
-        assert private_environment({"A": "b"}, folder) == {"A": "b", "VLLM_RPC_BASE_PATH": str(folder)}
+        made = private_environment({"A": "b", "TMPDIR": "/shared"}, folder)
+        assert made == {"A": "b", "VLLM_RPC_BASE_PATH": str(folder), "TMPDIR": str(folder)}
         (folder / "left").touch()
     assert not folder.exists()
 

@@ -19,6 +19,7 @@ from lockstep.cli.process.ending import EndAtOnce
 from lockstep.cli.process.guard import split_in_two
 from lockstep.cli.process.malloc import start_anew_with_tunables
 from lockstep.errors import InputError, Interrupted, LockstepError
+from lockstep.private_caches import use_private_caches
 
 _TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
 COMMANDS = {
@@ -131,6 +132,8 @@ def _print_anything() -> None:
 
 
 def _run(command: str, words: list[str]) -> int:
+    if command not in _LIGHT:
+        use_private_caches()
     if command in _TRAINING:
         from lockstep.cli.training import train
 

@@ -226,10 +226,10 @@ class Recording:
         if self._images is None:
             raise InputError("this run shows no images to the model; send text")
         self._images.check_count(len(urls) + len(pictures_in(known.messages if known is not None else ())))
-        for url in urls:
-            if url not in self._seen:
-                # In a thread: the other rollouts of this loop go on meanwhile.
-                self._seen[url] = await asyncio.to_thread(self._images.file_and_picture, url)
+        if unread := list(dict.fromkeys(url for url in urls if url not in self._seen)):
+            # In a thread: the other rollouts of this loop go on meanwhile.
+            read = await asyncio.to_thread(self._images.files_and_pictures, unread)
+            self._seen |= dict(zip(unread, read, strict=True))
         return tuple(_each_image(message, lambda url: picture_part(self._seen[url][1])) for message in new)
 
     def _placed(self, context: Ids, known: KnownTurn | None, new: tuple[Message, ...]) -> PromptPictures | None:

@@ -11,9 +11,10 @@ import binascii
 import io
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from lockstep.errors import InputError
+from lockstep.images.files import open_header
 
 _START, _ENCODED = "data:image/", ";base64"
 
@@ -35,13 +36,10 @@ def file_as_data_url(content: bytes) -> str:
     """The bytes of an image file as a `data:` URL.
 
     Raises:
-        InputError: they are not the bytes of an image.
+        InputError: they are not the bytes of an image that can be read.
     """
-    try:
-        with Image.open(io.BytesIO(content)) as file:
-            kind = Image.MIME.get(file.format or "", "")
-    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(f"a file of {len(content)} bytes is not an image that can be read: {error}") from error
+    with open_header(content) as file:
+        kind = Image.MIME.get(file.format or "", "")
     kind = kind.removeprefix("image/") or "unknown"
     return f"{_START}{kind}{_ENCODED},{base64.b64encode(content).decode()}"
 

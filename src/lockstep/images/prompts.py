@@ -7,7 +7,7 @@ The chat template writes one placeholder per picture. It gives way to the ids th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from lockstep.errors import InputError, ProofError
 from lockstep.images.limits import NO_LIMITS, PictureLimits
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.processing import InPatches, InTiles
-from lockstep.images.reading import images_of_row, opened, parts_of_row, with_fetched, with_pictures
+from lockstep.images.reading import check_sizes, images_of_row, opened, parts_of_row, with_fetched, with_pictures
 from lockstep.images.urls import NO_URLS, ImageUrls, is_url
 from lockstep.model_files import load_files
 from lockstep.models.vision import reads_tiles
@@ -94,31 +94,41 @@ class ImagePrompts:
         """
         return self._process(image)
 
-    def opened(self, image: Any) -> Image.Image:
-        """An image in RGB, fetched if it is given by its URL. Any thread may call it.
+    def fetched(self, images: Sequence[Any]) -> list[Any]:
+        """Images that are read together, each URL with its file in its place, as a `data:` URL. Any thread may call it.
 
         Raises:
-            InputError: as in `images.reading.opened`; or the URL is not allowed, or cannot be fetched.
+            InputError: a URL is not allowed, or cannot be fetched; or as in `images.reading.check_sizes`.
         """
-        return opened(self._urls.fetch(image) if is_url(image) else image)
+        found = [self._urls.fetch(image) if is_url(image) else image for image in images]
+        check_sizes(found)
+        return found
 
-    def opened_picture(self, image: Any) -> tuple[Image.Image, Picture]:
-        """An image in RGB, and the image as the model takes it. Any thread may call it.
+    def opened_pictures(self, images: Sequence[Any]) -> Iterator[tuple[Image.Image, Picture]]:
+        """Each image in RGB, and as the model takes it; one is decoded at a time. Any thread may call it.
 
         Raises:
-            InputError: as in `opened` and `picture`.
+            InputError: as in `fetched` and `picture`, or an image cannot be decoded.
         """
-        found = self.opened(image)
-        return found, self.picture(found)
+        for file in self.fetched(images):
+            found = opened(file)
+            yield found, self.picture(found)
 
-    def file_and_picture(self, url: str) -> tuple[str, Picture]:
-        """The file of a URL as a `data:` URL, and the image as the model takes it. Any thread may call it.
+    def pictures(self, images: Sequence[Any]) -> list[Picture]:
+        """Images that are read together, as the model takes them. Any thread may call it.
 
         Raises:
-            InputError: as in `opened_picture`.
+            InputError: as in `opened_pictures`.
         """
-        file = self._urls.fetch(url) if is_url(url) else url
-        return file, self.picture(opened(file))
+        return [picture for _, picture in self.opened_pictures(images)]
+
+    def files_and_pictures(self, urls: Sequence[str]) -> list[tuple[str, Picture]]:
+        """The file of each URL as a `data:` URL, and the image as the model takes it. Any thread may call it.
+
+        Raises:
+            InputError: as in `opened_pictures`.
+        """
+        return [(file, self.picture(opened(file))) for file in self.fetched(urls)]
 
     def with_files(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A row without URLs: the file of each has taken its place, as a `data:` URL.

@@ -6,7 +6,6 @@ own. If no message has image parts, the pictures stand before the text of the fi
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from PIL import Image
 
 from lockstep.errors import InputError
 from lockstep.images.data_urls import bytes_of_data_url, is_data_url, to_data_url
+from lockstep.images.files import check_together, in_rgb
 from lockstep.images.urls import NO_URLS, is_url
 from lockstep.tokens.picture_ids import HasPictureIds, picture_part
 
@@ -40,9 +40,10 @@ def images_of_row(row: Mapping[str, Any]) -> tuple[Any, list[Image.Image]]:
     """As `parts_of_row`, with the pictures opened.
 
     Raises:
-        InputError: as in `parts_of_row`; or a picture cannot be opened.
+        InputError: as in `parts_of_row`; or a picture cannot be opened, or they are too large together.
     """
     prompt, found = parts_of_row(row)
+    check_sizes(found)
     return prompt, [opened(image) for image in found]
 
 
@@ -199,8 +200,24 @@ def opened(image: Any) -> Image.Image:
             `datasets`).
 
     Raises:
-        InputError: it is something else, a URL (`images/urls.py` fetches those), or cannot be read.
+        InputError: it is something else, a URL (`images/urls.py` fetches those), or cannot be read (`images/files.py`).
     """
+    return in_rgb(_given(image))
+
+
+def check_sizes(images: Iterable[Any]) -> None:
+    """Check pictures that are read together, before any is decoded.
+
+    Args:
+        images: each as in `opened`.
+
+    Raises:
+        InputError: as in `opened`, or they are too large together.
+    """
+    check_together(map(_given, images))
+
+
+def _given(image: Any) -> bytes | str | Path | Image.Image:
     if isinstance(image, Mapping):
         image = image.get("bytes") if image.get("bytes") is not None else image.get("path")
     if isinstance(image, str) and is_data_url(image):
@@ -208,17 +225,8 @@ def opened(image: Any) -> Image.Image:
     if is_url(image):
         # Nothing is fetched here: no URL is allowed.
         NO_URLS.check(image)
-    try:
-        if isinstance(image, str | Path):
-            with Image.open(image) as file:
-                return file.convert("RGB")
-        if isinstance(image, bytes):
-            with Image.open(io.BytesIO(image)) as file:
-                return file.convert("RGB")
-        if isinstance(image, Image.Image):
-            return image.convert("RGB")
-    except Exception as error:  # Pillow raises errors of many kinds for damaged files.
-        raise InputError(f"a picture cannot be read: {error}") from error
+    if isinstance(image, bytes | str | Path | Image.Image):
+        return image
     raise InputError(f"a picture is a {type(image).__name__}; it must be a PIL image, a path, or the bytes of a file")
 
 

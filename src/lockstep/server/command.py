@@ -25,6 +25,7 @@ from lockstep.engines.vllm.arguments import (
 from lockstep.engines.vllm.requests.pictures import picture_arguments
 from lockstep.engines.vllm.workers.environment import LOOPBACK, cpu_settings
 from lockstep.errors import InputError
+from lockstep.images.files import LARGEST
 from lockstep.model_files import load_files
 from lockstep.models.policy import context_length
 from lockstep.models.vision import reads_pictures
@@ -135,6 +136,8 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
     """
     ours = {name: value for name, value in given.items() if name not in _DROPPED}
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # vLLM itself opens a closed list of formats, without Ghostscript's, and compares the header's size with this number.
+    defaults["VLLM_MAX_IMAGE_PIXELS"] = str(LARGEST)
     names = _given(options.rest)
     if not torch.cuda.is_available():
         defaults |= cpu_settings(len(os.sched_getaffinity(0)))

@@ -113,5 +113,8 @@ class KillAtExit:
 
 
 def private_environment(given: dict[str, str], sockets: Path) -> dict[str, str]:
-    """The environment with a private folder for the sockets between vLLM's processes."""
-    return {**given, SOCKETS: os.fspath(sockets)}
+    """The environment with a private folder for the sockets between vLLM's processes, and for their temporary files.
+
+    vLLM 0.32.0 compiles its allocator for symmetric memory into the temporary folder, under one name, and loads it from there.
+    """
+    return {**given, SOCKETS: os.fspath(sockets), "TMPDIR": os.fspath(sockets)}

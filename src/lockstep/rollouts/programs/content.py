@@ -8,7 +8,7 @@ messages.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,8 @@ class Seen:
     picture: Picture
 
 
-# Opens and processes an image that user code gave: the opened image, and the image as the model takes it.
-Process = Callable[[Any], tuple[Image.Image, Picture]]
+# Opens and processes the images that user code gave in one result: each opened image, and the image as the model takes it.
+Process = Callable[[Sequence[Any]], Iterable[tuple[Image.Image, Picture]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,7 @@ def content_of(result: Any, process: Process) -> Content:
         InputError: a block is neither text nor an image, or an image cannot be read.
     """
     if isinstance(result, Image.Image):
-        return Content((_seen(result, process),))
+        return content_of_blocks([{"type": "image", "image": result}], process)
     if isinstance(result, list) and result and all(isinstance(part, dict) and "type" in part for part in result):
         return content_of_blocks(result, process)
     return Content((printable(str(result)),))
@@ -94,7 +94,11 @@ def content_of_blocks(blocks: Sequence[Mapping[str, Any]], process: Process) -> 
     Raises:
         InputError: a block is neither text nor an image, or an image cannot be read.
     """
-    return Content(tuple(_part(block, process) for block in blocks))
+    images = [block.get("image") for block in blocks if block.get("type") == "image"]
+    # Nothing is opened if a block is wrong.
+    texts = [None if block.get("type") == "image" else _text(block) for block in blocks]
+    seen = (Seen(to_data_url(found), picture) for found, picture in (process(images) if images else ()))
+    return Content(tuple(next(seen) if text is None else text for text in texts))
 
 
 def giving(function: Callable[..., Any], made: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -117,7 +121,7 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def shows_no_images(image: Any) -> tuple[Image.Image, Picture]:
+def shows_no_images(images: Sequence[Any]) -> Iterable[tuple[Image.Image, Picture]]:
     """The function `process` of a run whose model sees no images.
 
     Raises:
@@ -126,14 +130,7 @@ def shows_no_images(image: Any) -> tuple[Image.Image, Picture]:
     raise InputError("this run shows no images to the model; give text")
 
 
-def _part(block: Mapping[str, Any], process: Process) -> str | Seen:
+def _text(block: Mapping[str, Any]) -> str:
     if block.get("type") == "text" and isinstance(block.get("text"), str):
         return printable(block["text"])
-    if block.get("type") == "image":
-        return _seen(block.get("image"), process)
     raise InputError(f"a content block of type {block.get('type')!r:.40} is not supported; give text or images")
-
-
-def _seen(image: Any, process: Process) -> Seen:
-    found, picture = process(image)
-    return Seen(to_data_url(found), picture)

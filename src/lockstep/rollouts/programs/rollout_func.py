@@ -156,7 +156,7 @@ def _pictures(
     ids = joined([prompt_ids, token_ids[: last + 1]])
     try:
         if "images" in columns:
-            shown = [images.opened_picture(image)[1] for image in columns["images"][row] or ()]
+            shown = images.pictures(list(columns["images"][row] or ()))
         else:
             shown = list(prompt.pictures.pictures) if prompt.pictures is not None else []
         images.check_count(len(shown))

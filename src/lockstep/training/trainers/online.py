@@ -27,6 +27,7 @@ from lockstep.models.adapters import causal_model
 from lockstep.models.cuda import prepare_cuda
 from lockstep.models.liger import check_gpu
 from lockstep.parity.user_settings import SettingsProof
+from lockstep.private_caches import use_private_caches
 from lockstep.report.alarms import Alarms
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -154,6 +155,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         **refused: Any,
     ) -> None:
         began = time.monotonic()
+        use_private_caches()
         refuse_arguments(refused)
         args = args if args is not None else self.config_class()
         if not isinstance(args, self.config_class):

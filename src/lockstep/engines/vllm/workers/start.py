@@ -20,6 +20,7 @@ from lockstep.engines.vllm.workers.own import OwnWorker
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
 from lockstep.errors import InputError
 from lockstep.model_files import code_refused
+from lockstep.private_caches import use_private_caches
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -47,9 +48,10 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
         resources: takes what must be released after vLLM has ended.
 
     Raises:
-        InputError: vLLM is not installed, or cannot have as many workers here.
+        InputError: vLLM is not installed, cannot have as many workers here, or would execute files of others (`private_caches.py`).
         RuntimeError, ValueError, ...: vLLM cannot load the model with these arguments.
     """
+    use_private_caches()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

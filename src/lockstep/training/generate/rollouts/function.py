@@ -153,7 +153,7 @@ def _seen(prompt: Any, given: Sequence[Any], images: ImagePrompts) -> tuple[Ids,
         return images.read({"prompt": prompt, "images": list(given)})
     images.check_count(len(given))
     try:
-        return ids, images.placed(ids, [images.opened_picture(image)[1] for image in given])
+        return ids, images.placed(ids, images.pictures(given))
     except ProofError as error:
         raise InputError(f"{error.found}; give the images of each prompt of ids in `images`") from error
 

@@ -181,7 +181,7 @@ class RolloutTools:
             return shows_no_images
         trial = Picture(torch.zeros(1, 1), torch.ones(3, dtype=torch.long), 1, whole_numbers([images.placeholder]))
         reasons = [extension.why_no_pictures(trial) for extension in self._extensions.values()]
-        return next((_refusing(reason) for reason in reasons if reason is not None), images.opened_picture)
+        return next((_refusing(reason) for reason in reasons if reason is not None), images.opened_pictures)
 
     def _tell_branches(self) -> None:
         """Say in which cases the chat template makes a rollout branch."""
@@ -263,12 +263,12 @@ class RolloutTools:
 
 
 def _refusing(reason: str) -> Process:
-    def process(image: Any) -> tuple[Image.Image, Picture]:
+    def process(images: Sequence[Any]) -> Iterable[tuple[Image.Image, Picture]]:
         raise InputError(reason)
 
     return process
 
 
-def _unprocessed(image: Any) -> tuple[Image.Image, Picture]:
-    """Stands for an image while environments are tried, before the model and its image processor are there."""
-    return Image.new("RGB", (1, 1)), Picture(torch.zeros(1, 1), torch.ones(3, dtype=torch.long), 1)
+def _unprocessed(images: Sequence[Any]) -> Iterable[tuple[Image.Image, Picture]]:
+    """Stands for images while environments are tried, before the model and its image processor are there."""
+    return [(Image.new("RGB", (1, 1)), Picture(torch.zeros(1, 1), torch.ones(3, dtype=torch.long), 1)) for _ in images]

@@ -1,0 +1,106 @@
+"""Lets a data set decode its pictures with `images/files.py`. `datasets` itself opens every format that Pillow knows.
+
+`training/data/given_data.py` calls it for every data set of a run, before any row is read.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any
+
+from datasets import Dataset, Features, IterableDataset
+from datasets import Image as ImageFeature
+from PIL import ExifTags, Image, ImageOps
+
+from lockstep.errors import InputError
+from lockstep.images.files import check_together, open_header
+from lockstep.images.urls import is_url
+
+
+def with_own_decoder(data: Any) -> Any:
+    """A data set, or a stream, that gives the same rows and reads pictures as `images/files.py` allows. Others stay as they are.
+
+    A picture that a row names by a URL stays `{"bytes": None, "path": URL}`: `image_urls` says which are fetched.
+    Reading a row raises an InputError if a picture cannot be read, or if those of the row are too large together.
+    """
+    given = data.features if isinstance(data, Dataset | IterableDataset) else None
+    features = {name: _own(feature) for name, feature in (given or {}).items()}
+    if not given or all(features[name] is feature for name, feature in given.items()):
+        return data
+    made = copy.copy(data)
+    # `cast` would write all rows anew.
+    made._info = data.info.copy()
+    made._info.features = _CheckedFeatures(features)
+    return made
+
+
+class _CheckedFeatures(Features):
+    """Features of rows whose pictures are checked together, before the first is decoded."""
+
+    def decode_example(self, example: dict[str, Any], token_per_repo_id: Any = None) -> dict[str, Any]:
+        _check_row(list(example.values()))
+        return super().decode_example(example, token_per_repo_id)
+
+    def decode_batch(self, batch: dict[str, list[Any]], token_per_repo_id: Any = None) -> dict[str, list[Any]]:
+        # A stream of tables reads its rows by batches.
+        for row in zip(*batch.values(), strict=True):
+            _check_row(list(row))
+        return super().decode_batch(batch, token_per_repo_id)
+
+    def __reduce__(self) -> Any:
+        return _CheckedFeatures, (dict(self),)
+
+
+@dataclass
+class _CheckedImage(ImageFeature):
+    _type: str = field(default="Image", init=False, repr=False)
+
+    def decode_example(self, value: Any, token_per_repo_id: Any = None) -> Any:
+        if not isinstance(value, dict) or (file := _file(value)) is None:
+            return value
+        image: Image.Image = open_header(file)
+        try:
+            # From here on as in `datasets`, so that a function of the user gets the same image.
+            image.load()
+            if image.getexif().get(ExifTags.Base.Orientation) is not None:
+                image = ImageOps.exif_transpose(image)
+            return image.convert(self.mode) if self.mode and self.mode != image.mode else image
+        except Exception as error:  # Pillow raises errors of many kinds for damaged files.
+            raise InputError(f"a picture cannot be read: {error}") from error
+
+
+def _own(feature: Any) -> Any:
+    """A feature in which every kind of picture is ours; the same object if it has none."""
+    if type(feature) is ImageFeature:
+        return _CheckedImage(mode=feature.mode, decode=feature.decode)
+    if isinstance(feature, dict):
+        found = {name: _own(inner) for name, inner in feature.items()}
+        return feature if all(found[name] is inner for name, inner in feature.items()) else found
+    if isinstance(feature, list):
+        several = [_own(inner) for inner in feature]
+        return feature if all(own is inner for own, inner in zip(several, feature, strict=True)) else several
+    if is_dataclass(feature) and not isinstance(feature, type) and hasattr(feature, "feature"):
+        inner = _own(feature.feature)
+        return feature if inner is feature.feature else replace(feature, feature=inner)
+    return feature
+
+
+def _check_row(values: list[Any]) -> None:
+    check_together(file for file in map(_file, _pictures_in(values)) if file is not None)
+
+
+def _file(value: dict[str, Any]) -> bytes | str | None:
+    """The bytes or the path of an encoded picture; None: it is a URL."""
+    if value["bytes"] is not None:
+        return value["bytes"]
+    return None if value["path"] is None or is_url(value["path"]) else value["path"]
+
+
+def _pictures_in(value: Any) -> list[dict[str, Any]]:
+    """The encoded pictures of a row, in order."""
+    if isinstance(value, dict):
+        if value.keys() == {"bytes", "path"}:
+            return [value]
+        value = list(value.values())
+    return [found for inner in value for found in _pictures_in(inner)] if isinstance(value, list) else []
