@@ -90,7 +90,7 @@ class KeyGuard:
     async def _pass_on(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         """Let a call with the key through."""
         with self._watch.call(_only_header(scope, LIMIT_HEADER.encode())):
-            if scope.get("path") != _RPC:
+            if (scope.get("method"), scope.get("path")) != ("POST", _RPC):
                 await self._app(scope, receive, send)
             elif (body := await _body(receive)) is None:
                 await _answer(send, 413, {"error": f"{_RPC} takes at most {_LARGEST_RPC >> 20} MiB"})

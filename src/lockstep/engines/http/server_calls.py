@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from lockstep import bounded_http
 from lockstep.engines.http.call_loop import CallLoop, Pending
 from lockstep.engines.http.greeting import (
     GREETING,
@@ -39,6 +40,8 @@ from lockstep.report.waits import waiting
 
 # Number of characters of an answer that an error message shows.
 _SHOWN = 300
+# Bytes of an answer. The second limit is for programs that have not proved that they have the key, or need not.
+_LARGEST, _LARGEST_UNPROVEN = 1 << 30, 1 << 16
 # The only path that a guarded server answers without its key.
 HEALTH = "/health"
 
@@ -82,7 +85,6 @@ class ServerCalls:
             # Each call has a new connection. The server might close a kept connection at the moment of a call, and the failed call
             # could not be repeated.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            timeout=timeout,
             # Ignore the environment's proxies: there is no proxy between trainer and engine.
             trust_env=False,
             verify=_certificates(),
@@ -120,30 +122,46 @@ class ServerCalls:
         headers = {LIMIT_HEADER: f"{limit:.3f}"}
         if session is not None:
             headers["Authorization"] = session.authorization(call)
-        answer, answer_text = await self._send(method, path, limit, headers, json=body, params=query)
+
+        def most(answer: httpx.Response) -> int:
+            """The proof of the server comes before its answer."""
+            if self._key is None:
+                return _LARGEST if path != HEALTH else _LARGEST_UNPROVEN
+            is_server = session is not None and session.is_server(call, answer.headers.get(PROOF_HEADER))
+            return _LARGEST if is_server else _LARGEST_UNPROVEN
+
+        answer, found = await self._send(method, path, limit, headers, most, json=body, params=query)
         if answer.status_code >= 500:
-            raise self._lost(path, f"answered {answer.status_code}: {answer_text[:_SHOWN]}", refused=True)
+            raise self._lost(path, f"answered {answer.status_code}: {_text(found)}", refused=True)
         if session is not None:
             self._check_session(session, call, answer, path)
-        self._check(answer, path)
-        if not answer_text or plain:
-            return answer_text or None
+        self._check(answer, _text(found), path)
+        if not found or plain:
+            return found.decode(errors="replace") or None
         try:
-            return msgspec.json.decode(answer_text)
-        except ValueError as error:
-            raise self._lost(path, f"sent a broken answer: {answer_text[:_SHOWN]!r}") from error
+            return msgspec.json.decode(found)
+        except (ValueError, RecursionError) as error:
+            raise self._lost(path, f"sent a broken answer: {_text(found)!r}") from error
 
     async def _send(
-        self, method: str, path: str, limit: float, headers: dict[str, str], **rest: Any
-    ) -> tuple[httpx.Response, str]:
-        """Send one HTTP request. Returns the answer and its text."""
+        self,
+        method: str,
+        path: str,
+        limit: float,
+        headers: dict[str, str],
+        most: Callable[[httpx.Response], int],
+        **rest: Any,
+    ) -> tuple[httpx.Response, bytes]:
+        """Send one HTTP request. Returns the answer and its body."""
         try:
-            call = self._client.request(method, path, headers=headers, timeout=limit, **rest)
             with waiting(f"the server at {self.url} to answer {path}", limit):
-                answer = await asyncio.wait_for(call, limit)
-            return answer, answer.text
-        except (TimeoutError, httpx.TimeoutException) as error:
+                return await bounded_http.call(
+                    self._client, method, path, seconds=limit, most=most, headers=headers, **rest
+                )
+        except TimeoutError as error:
             raise self._lost(path, f"did not answer within {limit:.0f} s") from error
+        except bounded_http.UnboundedAnswer as error:
+            raise self._lost(path, f"{error}") from error
         except httpx.HTTPError as error:
             if (cause := _file_limit_reached(error)) is not None:
                 raise LockstepError(cause) from error
@@ -159,13 +177,13 @@ class ServerCalls:
         if self._session is not None:
             return self._session
         nonce = make_nonce()
-        answer, answer_text = await self._send("GET", GREETING, limit, {NONCE_HEADER: nonce})
+        answer, body = await self._send("GET", GREETING, limit, {NONCE_HEADER: nonce}, lambda _: _LARGEST_UNPROVEN)
         if answer.status_code >= 500:
-            raise self._lost(GREETING, f"answered {answer.status_code}: {answer_text[:_SHOWN]}")
+            raise self._lost(GREETING, f"answered {answer.status_code}: {_text(body)}")
         try:
-            found = msgspec.json.decode(answer_text)
+            found = msgspec.json.decode(body)
             server_nonce, proof = str(found["nonce"]), str(found["proof"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             server_nonce, proof = "", ""
         if not hmac.compare_digest(server_proof(key, nonce, server_nonce).encode(), proof.encode()):
             raise InputError(_why_no_proof(self.url, has_answered=bool(proof)))
@@ -264,24 +282,27 @@ class ServerCalls:
             return str(lost)
         return None
 
-    def _check(self, answer: httpx.Response, path: str) -> None:
+    def _check(self, answer: httpx.Response, text: str, path: str) -> None:
         if answer.status_code == 401:
             raise InputError(
                 f"the server at {self.url} needs a key: set LOCKSTEP_SERVER_KEY, or set vllm_server_key_file to the file that "
                 "'lockstep serve' named"
             )
-        if answer.status_code == 404 and "does not exist" in answer.text:
-            raise self._lost(path, f"was started again: {answer.text[:_SHOWN]}")
+        if answer.status_code == 404 and "does not exist" in text:
+            raise self._lost(path, f"was started again: {text}")
         if answer.status_code in (403, 404):
             # Some paths of vLLM exist, but vLLM refuses them unless its command line opens them.
             raise InputError(f"the server at {self.url} does not have {path}, or refuses it. {HOW_TO_START}")
         if answer.status_code >= 300:
-            raise LockstepError(
-                f"the server at {self.url} refused {path} with status {answer.status_code}: {answer.text[:_SHOWN]}"
-            )
+            raise LockstepError(f"the server at {self.url} refused {path} with status {answer.status_code}: {text}")
 
     def _lost(self, path: str, what: str, *, refused: bool = False) -> EngineLost:
         return EngineLost(f"the server at {self.url} {what} (at {path})", self._recover, refused=refused)
+
+
+def _text(body: bytes) -> str:
+    """The beginning of an answer, for an error."""
+    return body[: 4 * _SHOWN].decode(errors="replace")[:_SHOWN]
 
 
 def server_urls(base_url: str | None, host: str, port: int) -> list[str]:
