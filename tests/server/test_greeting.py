@@ -10,6 +10,7 @@ import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +22,7 @@ from lockstep.engines.http.server_calls import HEALTH, CallLoop, ServerCalls
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.images.urls import ImageUrls
 from lockstep.server.guard import KeyGuard
-from lockstep.server.keys import KEY_VARIABLE
+from lockstep.server.keys import KEY_VARIABLE, read_key, write_key
 
 KEY = "a-key-for-tests-only"
 # Gets a request; returns status, headers and JSON of its answer.
@@ -131,6 +132,37 @@ def test_a_restarted_server_is_lost_once_and_greeted_again(port: Port) -> None:
     with pytest.raises(EngineLost, match="was started again"):
         port.calls.call("GET", "/weight_info")
     assert port.calls.call("GET", "/weight_info") == {"fine": True}
+
+
+@pytest.mark.parametrize("first", [KEY, None])
+def test_a_server_that_was_started_by_hand_with_another_key_is_found_by_its_key_file(
+    port: Port, first: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_key(tmp_path / "k", first or KEY)
+    now = lambda: read_key(tmp_path / "k")  # noqa: E731
+    calls = ServerCalls(port.calls.url, first, 5.0, port.calls._loop, lambda: None, now)
+    calls._client = port.calls._client
+    port.program = guarded()
+    if first is not None:
+        calls.call("GET", "/weight_info")
+    monkeypatch.setenv(KEY_VARIABLE, other := "the-key-of-the-next-server")
+    port.program = guarded()
+    write_key(tmp_path / "k", other)
+    if first is not None:
+        with pytest.raises(EngineLost, match="was started again"):
+            calls.call("GET", "/weight_info")
+    assert calls.call("GET", "/weight_info") == {"fine": True}
+    assert KEY not in port.sent()
+    assert other not in port.sent()
+    # Another program still gets nothing, whether the file is there or not.
+    port.program = impostor
+    with pytest.raises(EngineLost, match="without a proof"):
+        calls.call("GET", "/weight_info")
+    for spoil in (lambda: None, lambda: write_key(tmp_path / "k", "a-third-key-in-the-file"), (tmp_path / "k").unlink):
+        spoil()
+        with pytest.raises(InputError, match="he key was not sent"):
+            calls.call("POST", "/update_weights", {"weights": "secret"})
+    assert "secret" not in port.sent()
 
 
 def test_a_call_without_the_trainers_proof_is_answered_401(port: Port) -> None:

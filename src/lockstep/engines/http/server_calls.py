@@ -56,9 +56,18 @@ class ServerCalls:
         timeout: seconds that one call may take, from first to last byte.
         loop: the thread that runs the calls.
         recover: the `recover` of every `EngineLost` that is raised here.
+        key_now: reads the key again, for a server that was started again by hand and has made another one.
     """
 
-    def __init__(self, url: str, key: str | None, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        timeout: float,
+        loop: CallLoop,
+        recover: Callable[[], None],
+        key_now: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
         # Facts about the server, known after its first answer (`server_state.py`): its settings, what distinguishes its process
@@ -77,7 +86,7 @@ class ServerCalls:
         self.beginning: concurrent.futures.Future[Any] | None = None
         self._loop = loop
         self._recover = recover
-        self._key = key
+        self._key, self._key_now = key, key_now
         # A greeting begins the session. A restart of the server ends it.
         self._session: Session | None = None
         self._client = httpx.AsyncClient(
@@ -92,7 +101,7 @@ class ServerCalls:
 
     def of_engine(self, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> ServerCalls:
         """The same server, called by another engine."""
-        calls = ServerCalls(self.url, self._key, timeout, loop, recover)
+        calls = ServerCalls(self.url, self._key, timeout, loop, recover, self._key_now)
         for name in (
             "settings", "instance", "loads_in", "world_size", "takes_priorities", "picture_cache", "available_bytes",
             "takes_adapters",
@@ -135,6 +144,9 @@ class ServerCalls:
             raise self._lost(path, f"answered {answer.status_code}: {_text(found)}", refused=True)
         if session is not None:
             self._check_session(session, call, answer, path)
+        elif answer.status_code == 401 and path != HEALTH and self._has_other_key():
+            # The guard has let nothing through. The trainer asked before the server had written its key.
+            return await self.ask(method, path, body, limit=limit, plain=plain, **query)
         self._check(answer, _text(found), path)
         if not found or plain:
             return found.decode(errors="replace") or None
@@ -176,6 +188,33 @@ class ServerCalls:
         """
         if self._session is not None:
             return self._session
+        session, has_answered = await self._greet(key, limit)
+        if session is None and self._has_other_key():
+            assert self._key is not None
+            session, has_answered = await self._greet(self._key, limit)
+        if session is None:
+            raise InputError(_why_no_proof(self.url, has_answered=has_answered))
+        self._session = session
+        return session
+
+    def _has_other_key(self) -> bool:
+        """Read the key again, and whether it is another one than before."""
+        try:
+            found = self._key_now()
+        except InputError:
+            # Without a file that can be read, the key stays what it was.
+            return False
+        if found is None or found == self._key:
+            return False
+        self._key = found
+        return True
+
+    async def _greet(self, key: str, limit: float) -> tuple[Session | None, bool]:
+        """Greet the server. Returns the session, None if the program has not this key, and whether it has sent any proof.
+
+        Raises:
+            EngineLost: the server did not answer.
+        """
         nonce = make_nonce()
         answer, body = await self._send("GET", GREETING, limit, {NONCE_HEADER: nonce}, lambda _: _LARGEST_UNPROVEN)
         if answer.status_code >= 500:
@@ -186,9 +225,8 @@ class ServerCalls:
         except (ValueError, TypeError, KeyError, RecursionError):
             server_nonce, proof = "", ""
         if not hmac.compare_digest(server_proof(key, nonce, server_nonce).encode(), proof.encode()):
-            raise InputError(_why_no_proof(self.url, has_answered=bool(proof)))
-        self._session = Session(key, nonce, server_nonce)
-        return self._session
+            return None, bool(proof)
+        return Session(key, nonce, server_nonce), True
 
     def _check_session(self, session: Session, call: str, answer: httpx.Response, path: str) -> None:
         """Check that an answer comes from the server of the greeting.
