@@ -161,5 +161,13 @@ def connect(
 
     if run and not run.isalnum():
         raise InputError(f"run={run!r}; it must consist of letters and digits")
-    engine = VLLMServer(urls, keys, timeout=timeout, transport=choose, generation_timeouts=generation_timeouts, run=run)
+    engine = VLLMServer(
+        urls,
+        keys,
+        timeout=timeout,
+        transport=choose,
+        generation_timeouts=generation_timeouts,
+        run=run,
+        key_now=lambda url: key_for(url, key_file),
+    )
     return Connection(engine, enable_lora=enable_lora)

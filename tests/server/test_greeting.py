@@ -6,17 +6,23 @@ import json
 import os
 import resource
 import socket
+import socketserver
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from lockstep.audit.server import server_logprobs
 from lockstep.engines.http.greeting import GREETING, PROOF_HEADER, Session, make_nonce, server_proof
-from lockstep.engines.http.server_calls import CallLoop, ServerCalls
+from lockstep.engines.http.server_calls import HEALTH, CallLoop, ServerCalls
 from lockstep.errors import EngineLost, InputError, LockstepError
+from lockstep.images.urls import ImageUrls
 from lockstep.server.guard import KeyGuard
-from lockstep.server.keys import KEY_VARIABLE
+from lockstep.server.keys import KEY_VARIABLE, read_key, write_key
 
 KEY = "a-key-for-tests-only"
 # Gets a request; returns status, headers and JSON of its answer.
@@ -38,9 +44,10 @@ class Port:
             async with httpx.AsyncClient(
                 transport=httpx.ASGITransport(self.program), base_url=self.calls.url
             ) as client:
-                return await client.send(request)
+                found = await client.send(request)
+                return httpx.Response(found.status_code, headers=found.headers, stream=httpx.ByteStream(found.content))
         status, headers, body = self.program(request)
-        return httpx.Response(status, headers=headers, json=body)
+        return httpx.Response(status, headers=headers, stream=httpx.ByteStream(json.dumps(body).encode()))
 
     def sent(self) -> str:
         """Everything that was sent here, as one text."""
@@ -127,6 +134,37 @@ def test_a_restarted_server_is_lost_once_and_greeted_again(port: Port) -> None:
     assert port.calls.call("GET", "/weight_info") == {"fine": True}
 
 
+@pytest.mark.parametrize("first", [KEY, None])
+def test_a_server_that_was_started_by_hand_with_another_key_is_found_by_its_key_file(
+    port: Port, first: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_key(tmp_path / "k", first or KEY)
+    now = lambda: read_key(tmp_path / "k")  # noqa: E731
+    calls = ServerCalls(port.calls.url, first, 5.0, port.calls._loop, lambda: None, now)
+    calls._client = port.calls._client
+    port.program = guarded()
+    if first is not None:
+        calls.call("GET", "/weight_info")
+    monkeypatch.setenv(KEY_VARIABLE, other := "the-key-of-the-next-server")
+    port.program = guarded()
+    write_key(tmp_path / "k", other)
+    if first is not None:
+        with pytest.raises(EngineLost, match="was started again"):
+            calls.call("GET", "/weight_info")
+    assert calls.call("GET", "/weight_info") == {"fine": True}
+    assert KEY not in port.sent()
+    assert other not in port.sent()
+    # Another program still gets nothing, whether the file is there or not.
+    port.program = impostor
+    with pytest.raises(EngineLost, match="without a proof"):
+        calls.call("GET", "/weight_info")
+    for spoil in (lambda: None, lambda: write_key(tmp_path / "k", "a-third-key-in-the-file"), (tmp_path / "k").unlink):
+        spoil()
+        with pytest.raises(InputError, match="he key was not sent"):
+            calls.call("POST", "/update_weights", {"weights": "secret"})
+    assert "secret" not in port.sent()
+
+
 def test_a_call_without_the_trainers_proof_is_answered_401(port: Port) -> None:
     guard = guarded()
     port.program = guard
@@ -187,3 +225,113 @@ def test_a_process_without_free_descriptors_names_its_limit_and_not_the_server()
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             loop.close()
     assert not isinstance(found.value, EngineLost), "nobody should wait for the server"
+
+
+# What follows a status line without end: the number of bytes that were sent is counted.
+HEADS = {
+    "plain": b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n",
+    "an error": b"HTTP/1.1 500 no\r\nconnection: close\r\n\r\n",
+    "not allowed": b"HTTP/1.1 401 no\r\nconnection: close\r\n\r\n",
+    "chunks": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n",
+    "a length": b"HTTP/1.1 200 OK\r\ncontent-length: 10737418240\r\n\r\n",
+    "gzip": b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\n\r\n",
+    "a head": b"HTTP/1.1 200 OK\r\n",
+    "a line": b"HTTP/1.1 200 ",
+    "a redirect": b"HTTP/1.1 302 x\r\nlocation: /health\r\n\r\n",
+}
+
+# Nothing is filled where a test fails.
+_ENOUGH = 256 << 20
+
+
+@contextmanager
+def flood(head: bytes, part: bytes, pause: float = 0.0) -> Iterator[tuple[str, list[int]]]:
+    """A program that answers every call with a head and then with the same part again and again, and the bytes that it sent."""
+    sent = [0]
+
+    class Flood(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                self.request.recv(65536)
+                self.request.sendall(head)
+                while not done.wait(pause) and sent[0] < _ENOUGH:
+                    self.request.sendall(part)
+                    sent[0] += len(part)
+
+    done = threading.Event()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Flood) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", sent
+        done.set()
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[CallLoop]:
+    made = CallLoop()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("path", ["/update_weights", HEALTH])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_program_without_the_key_cannot_fill_the_trainers_memory(kind: str, path: str, loop: CallLoop) -> None:
+    part = {"chunks": b"10000\r\n" + b"x" * 0x10000 + b"\r\n", "a head": b"a: " + b"x" * 1000 + b"\r\n"}.get(
+        kind, b"[" * 65536
+    )
+    with flood(HEADS[kind], part) as (url, sent):
+        calls = ServerCalls(url, KEY, 60.0, loop, lambda: None)
+        with pytest.raises(LockstepError):
+            calls.call("GET", path)
+        # The kernel's buffers of both ends, beside what was read.
+        assert sent[0] < 16 << 20
+
+
+def test_the_answer_of_the_server_itself_is_read_whole_and_bounded(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "x" * (1 << 20)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(long).encode()})
+
+    port.program = KeyGuard(app)
+    assert port.calls.call("GET", "/long") == long
+    monkeypatch.setattr("lockstep.engines.http.server_calls._LARGEST", 1 << 19)
+    with pytest.raises(EngineLost, match="sent more than 524,288 bytes"):
+        port.calls.call("GET", "/long")
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n", HEADS["plain"], b""])
+def test_an_answer_that_drips_ends_at_the_time_limit(
+    head: bytes, loop: CallLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.audit.server._SECONDS", 0.5)
+    with flood(head, b"a", pause=0.05) as (url, _):
+        for key in (KEY, None):
+            with pytest.raises(EngineLost, match=r"did not answer within|cannot be reached"):
+                ServerCalls(url, key, 0.5, loop, lambda: None).call("GET", "/weight_info")
+        with pytest.raises(LockstepError, match=r"did not answer within|cannot be asked"):
+            server_logprobs(url, [])
+
+
+@pytest.mark.parametrize("kind", ["plain", "gzip", "a head"])
+def test_other_servers_cannot_fill_the_memory_either(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.audit.server._LARGEST", 1 << 20)
+    monkeypatch.setattr("lockstep.images.urls._LARGEST", 1 << 20)
+    part = b"a: " + b"x" * 1000 + b"\r\n" if kind == "a head" else b"[" * 65536
+    with flood(HEADS[kind], part) as (url, sent):
+        with pytest.raises(LockstepError):
+            server_logprobs(url, [])
+        with pytest.raises(InputError, match="cannot be fetched"):
+            ImageUrls([url]).fetch(f"{url}/a.png")
+        assert sent[0] < 32 << 20
+
+
+@pytest.mark.parametrize(
+    "body", ["[" * 20_000, '{"nonce": "\\ud800", "proof": "\\ud800"}', '{"nonce": 1e999, "proof": []}', "\0"]
+)
+def test_a_strange_greeting_is_one_error(body: str, loop: CallLoop) -> None:
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+    with flood(head, b"x") as (url, _), pytest.raises(InputError, match="he key was not sent"):
+        ServerCalls(url, KEY, 60.0, loop, lambda: None).call("GET", "/weight_info")

@@ -190,7 +190,11 @@ class TestGuard:
             return waiting.pop(0) if waiting else {"type": "http.disconnect"}
 
         headers = [(b"authorization", f"Bearer {KEY}".encode())]
-        asyncio.run(KeyGuard(app)({"type": "http", "path": "/collective_rpc", "headers": headers}, receive, send))
+        asyncio.run(
+            KeyGuard(app)(
+                {"type": "http", "method": "POST", "path": "/collective_rpc", "headers": headers}, receive, send
+            )
+        )
         return sent
 
 

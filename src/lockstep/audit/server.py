@@ -5,17 +5,21 @@ The server needs nothing of Lockstep.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import numpy as np
 
+from lockstep import bounded_http
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.audit.evidence import Values
 from lockstep.errors import InputError, LockstepError
 
-_SECONDS = 120.0
+# Seconds and bytes of one answer.
+_SECONDS, _LARGEST = 120.0, 256 << 20
 
 
 def server_logprobs(url: str, rollouts: Sequence[AuditedRollout]) -> list[Values]:
@@ -25,27 +29,45 @@ def server_logprobs(url: str, rollouts: Sequence[AuditedRollout]) -> list[Values
 
     Raises:
         LockstepError: the server cannot be reached or does not answer in time.
-        InputError: its answer has no log-probs of the prompt.
+        InputError: it answers in another way than vLLM, or without log-probs of the prompt.
     """
     base = url.rstrip("/").removesuffix("/v1")
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        with httpx.Client(timeout=_SECONDS, headers=headers) as client:
-            model = client.get(f"{base}/v1/models").raise_for_status().json()["data"][0]["id"]
-            return [_scored(client, base, model, rollout) for rollout in rollouts]
-    except httpx.HTTPStatusError as error:
-        raise LockstepError(f"{base} answers {error.response.status_code}: {error.response.text[:300]}") from error
-    except httpx.HTTPError as error:
-        raise LockstepError(f"{base} cannot be asked: {error}") from error
+    return bounded_http.run(_all_scored(base, headers, rollouts))
 
 
-def _scored(client: httpx.Client, base: str, model: str, rollout: AuditedRollout) -> Values:
+async def _all_scored(base: str, headers: dict[str, str], rollouts: Sequence[AuditedRollout]) -> list[Values]:
+    async with httpx.AsyncClient(headers=headers) as client:
+        try:
+            model = (await _asked(client, "GET", f"{base}/v1/models"))["data"][0]["id"]
+            return [await _scored(client, base, model, rollout) for rollout in rollouts]
+        except (httpx.HTTPError, bounded_http.UnboundedAnswer) as error:
+            raise LockstepError(f"{base} cannot be asked: {error}") from error
+        except TimeoutError as error:
+            raise LockstepError(f"{base} did not answer within {_SECONDS:.0f} s") from error
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise InputError(f"{base} does not answer as a vLLM server does; --url needs one") from error
+
+
+async def _scored(client: httpx.AsyncClient, base: str, model: str, rollout: AuditedRollout) -> Values:
     ids = [*rollout.prompt_ids, *rollout.completion_ids]
     body = {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-    answer = client.post(f"{base}/v1/completions", json=body).raise_for_status().json()
+    answer = await _asked(client, "POST", f"{base}/v1/completions", json=body)
     found = answer["choices"][0].get("prompt_logprobs")
     if not found or len(found) != len(ids):
         raise InputError(f"{base} gives no log-probs of prompts; --url needs a vLLM server that allows prompt_logprobs")
     own = [float(entry[str(token)]["logprob"]) for entry, token in zip(found[1:], ids[1:], strict=True)]
     return np.array(own[len(rollout.prompt_ids) - 1 :])[rollout.sampled]
+
+
+async def _asked(client: httpx.AsyncClient, method: str, url: str, **body: Any) -> Any:
+    """The JSON of an answer."""
+    answer, found = await bounded_http.call(client, method, url, seconds=_SECONDS, most=lambda _: _LARGEST, **body)
+    if answer.status_code != 200:
+        said = found[:1200].decode(errors="replace")[:300]
+        raise LockstepError(f"{url} answers {answer.status_code}: {said}")
+    try:
+        return json.loads(found)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{url} does not answer with JSON; --url needs a vLLM server") from error

@@ -19,6 +19,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError, LockstepError
 from lockstep.report.waits import waiting
 
@@ -117,6 +118,7 @@ class VerifiersAgent:
                 stdout=subprocess.PIPE,
                 text=True,
                 encoding="utf-8",
+                env=for_users_code(),
                 start_new_session=True,
             )
         except OSError as error:

@@ -22,9 +22,9 @@ from typing import IO, Any, TypeAlias
 
 import numpy as np
 
+from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError
 from lockstep.report.waits import waiting
-from lockstep.server.keys import KEY_VARIABLE
 
 Reward: TypeAlias = float | None
 # agent(base_url, api_key, row) -> reward or None
@@ -152,9 +152,7 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
 
 
 def _environment(base_url: str, api_key: str) -> dict[str, str]:
-    # The key of `lockstep serve` opens weights and caches. An agent must not have it.
-    ours = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
-    return {**ours, BASE_URL: base_url, API_KEY: api_key}
+    return {**for_users_code(), BASE_URL: base_url, API_KEY: api_key}
 
 
 def _row_as_json(row: Mapping[str, Any]) -> bytes:

@@ -17,13 +17,14 @@ from urllib.parse import unquote
 
 import httpx
 
+from lockstep import bounded_http
 from lockstep.errors import InputError
 from lockstep.images.data_urls import file_as_data_url, is_data_url
 from lockstep.report.waits import waiting
 
 _PORTS = {"http": 80, "https": 443}
-# Seconds of one wait for the other side, seconds of a whole fetch, bytes of a file, and redirects of a fetch.
-_WAIT, _TIME, _LARGEST, _REDIRECTS = 10.0, 30.0, 32 << 20, 5
+# Seconds of a whole fetch, bytes of a file, and redirects of a fetch.
+_TIME, _LARGEST, _REDIRECTS = 30.0, 32 << 20, 5
 # Bytes of fetched files that are kept for rows that name the same URL.
 _KEPT = 256 << 20
 # Python and servers read these in different ways.
@@ -98,35 +99,32 @@ class ImageUrls:
         return url
 
     def _fetched(self, url: httpx.URL) -> bytes:
-        first, deadline = _shown(url), time.monotonic() + _TIME
+        first = _shown(url)
         try:
-            with (
-                waiting(f"the picture at {first}", _TIME),
-                httpx.Client(timeout=_WAIT, headers={"accept-encoding": "identity"}) as client,
-            ):
-                for _ in range(_REDIRECTS + 1):
-                    with client.stream("GET", url) as answer:
-                        if not answer.has_redirect_location:
-                            return _read(answer, first, deadline)
-                        url = self.check(str(url.join(answer.headers["location"])))
+            with waiting(f"the picture at {first}", _TIME):
+                return bounded_http.run(self._read(url))
+        except TimeoutError:
+            raise InputError(f"{first} cannot be fetched: it takes longer than {_TIME:g} s") from None
+        except bounded_http.UnboundedAnswer as error:
+            raise InputError(f"{first} cannot be fetched: the server {error}") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             # The error's own text may contain the whole URL.
             raise InputError(f"{first} cannot be fetched: {type(error).__name__}") from None
+
+    async def _read(self, url: httpx.URL) -> bytes:
+        first, deadline = _shown(url), time.monotonic() + _TIME
+        async with httpx.AsyncClient() as client:
+            for _ in range(_REDIRECTS + 1):
+                answer, body = await bounded_http.call(
+                    client, "GET", str(url), seconds=deadline - time.monotonic(), most=lambda _: _LARGEST
+                )
+                if answer.has_redirect_location:
+                    url = self.check(str(url.join(answer.headers["location"])))
+                elif answer.status_code == 200:
+                    return body
+                else:
+                    raise InputError(f"{first} cannot be fetched: the server answers with status {answer.status_code}")
         raise InputError(f"{first} cannot be fetched: it has more than {_REDIRECTS} redirects")
-
-
-def _read(answer: httpx.Response, shown: str, deadline: float) -> bytes:
-    if answer.status_code != 200:
-        raise InputError(f"{shown} cannot be fetched: the server answers with status {answer.status_code}")
-    parts, size = [], 0
-    for part in answer.iter_bytes():
-        parts.append(part)
-        size += len(part)
-        if size > _LARGEST:
-            raise InputError(f"{shown} cannot be fetched: it has more than {_LARGEST >> 20} MiB")
-        if time.monotonic() > deadline:
-            raise InputError(f"{shown} cannot be fetched: it takes longer than {_TIME:g} s")
-    return b"".join(parts)
 
 
 def _prefix(text: str) -> httpx.URL:

@@ -236,7 +236,13 @@ class LockstepGeneration:
             return self._owned
         urls = urls_of(given)
         keys = [key_for(url, given["server_key_file"]) for url in urls]
-        return FollowingServer(urls, keys, timeout=given["server_timeout"], session=session)
+        return FollowingServer(
+            urls,
+            keys,
+            timeout=given["server_timeout"],
+            session=session,
+            key_now=lambda url: key_for(url, given["server_key_file"]),
+        )
 
     # ---- on the main rank -------------------------------------------------------------------------------------------
 

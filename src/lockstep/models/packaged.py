@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError
 from lockstep.files import publish_folder
 from lockstep.report.busy import busy
@@ -81,7 +82,9 @@ def _fetch(folder: Path) -> None:
     ]
     command = [sys.executable, "-m", "pip", *arguments]
     try:
-        finished = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_FETCH, check=False)
+        finished = subprocess.run(
+            command, capture_output=True, text=True, timeout=_LONGEST_FETCH, check=False, env=for_users_code()
+        )
         failure = (
             next((line for line in reversed(finished.stderr.splitlines()) if line.strip()), "")
             if finished.returncode

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -29,7 +28,7 @@ from lockstep.engines.http.greeting import (
 )
 from lockstep.engines.http.server_calls import HEALTH
 from lockstep.server.engine_watch import EngineWatch
-from lockstep.server.keys import KEY_VARIABLE, checked_key
+from lockstep.server.keys import guards_key
 
 _Message = MutableMapping[str, Any]
 _Receive = Callable[..., Awaitable[Any]]
@@ -56,7 +55,7 @@ class KeyGuard:
 
     def __init__(self, app: _App) -> None:
         self._app = app
-        self._key = checked_key(os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE)
+        self._key = guards_key()
         self._digest = _digest(self._key.encode())
         # A restarted server has another nonce, so that every trainer must greet it again.
         self._nonce = make_nonce()
@@ -90,7 +89,7 @@ class KeyGuard:
     async def _pass_on(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         """Let a call with the key through."""
         with self._watch.call(_only_header(scope, LIMIT_HEADER.encode())):
-            if scope.get("path") != _RPC:
+            if (scope.get("method"), scope.get("path")) != ("POST", _RPC):
                 await self._app(scope, receive, send)
             elif (body := await _body(receive)) is None:
                 await _answer(send, 413, {"error": f"{_RPC} takes at most {_LARGEST_RPC >> 20} MiB"})

@@ -13,18 +13,35 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from lockstep import child_environment
 from lockstep.engines.http.server_calls import is_local
 from lockstep.errors import InputError
 from lockstep.models.packaged import cache_dir
 
-# `lockstep serve`, the guard inside the server and the trainers read this variable.
-KEY_VARIABLE = "LOCKSTEP_SERVER_KEY"
+KEY_VARIABLE = child_environment.KEY_VARIABLE
 _SHORTEST, _LONGEST = 16, 4096
 
 
 def make_key() -> str:
     """A new key: 256 random bits, URL-safe."""
     return secrets.token_urlsafe(32)
+
+
+def take_key() -> None:
+    """Take the key out of the environment of this server's process, so that no process that it starts has it."""
+    _taken.extend([given] if (given := os.environ.pop(KEY_VARIABLE, None)) is not None else [])
+
+
+def guards_key() -> str:
+    """The key for the guard inside a server: the one that was taken, or the one in the environment.
+
+    Raises:
+        InputError: there is none.
+    """
+    return checked_key(_taken[-1] if _taken else os.environ.get(KEY_VARIABLE, ""), KEY_VARIABLE)
+
+
+_taken: list[str] = []
 
 
 def default_key_file(port: int) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from lockstep.errors import InputError
+from lockstep.server.keys import take_key
 
 # Exit code if vLLM refuses the command line.
 BAD_ARGUMENTS = 2
@@ -21,6 +22,8 @@ def main() -> None:
     Raises:
         SystemExit: a word is neither the whole name of one of vLLM's arguments nor a valid value.
     """
+    # vLLM starts the engine's processes from here. Only the guard in this process needs the key.
+    take_key()
     from vllm.entrypoints.launchers.api_server.entry import main as serve
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser

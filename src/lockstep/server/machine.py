@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.child_environment import for_helpers
 from lockstep.engines.vllm.workers.environment import SOCKETS
 from lockstep.errors import InputError
 from lockstep.server.keys import default_key_file
@@ -99,6 +100,7 @@ class KillAtExit:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env=for_helpers(),
             # The terminal's signals must reach only the supervisor.
             start_new_session=True,
         )

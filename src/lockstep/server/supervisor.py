@@ -7,19 +7,18 @@ weights. It then makes a new handshake and push before it uses any answer (fault
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum, auto
 
+import httpx
+
+from lockstep import bounded_http
 from lockstep.engines.http.server_calls import HEALTH
 from lockstep.errors import InputError, LockstepError
 from lockstep.report.waits import waiting
@@ -37,6 +36,8 @@ _SILENT_LIMIT = SILENT_LIMIT
 # If a server refuses connections or reports an error, its engine has ended, and the open calls will never be answered. The server
 # is killed after this many seconds of such failures.
 _FAILING_LIMIT = 3.0
+# Bytes of the answer to a health check.
+_LARGEST_HEALTH = 1 << 16
 # Seconds that a start may take.
 _START_LIMIT = 1800.0
 # Seconds between the end of a server and its next start. A start takes almost a minute, so that longer waits would save nothing.
@@ -179,18 +180,12 @@ class Supervisor:
 
     def _status(self, path: str) -> int | None:
         """The status of the answer to a GET; `_REFUSED` if no program listens on the port; None if no answer comes in time."""
-        # The server is a child process on this machine. Ignore proxies, and accept any certificate.
-        handlers = [
-            urllib.request.ProxyHandler({}),
-            urllib.request.HTTPSHandler(context=ssl._create_unverified_context()),
-        ]
         try:
-            with urllib.request.build_opener(*handlers).open(self._url + path, timeout=_HEALTH_LIMIT) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
-        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-            return _REFUSED if isinstance(getattr(error, "reason", error), ConnectionRefusedError) else None
+            return bounded_http.run(_status(self._url + path))
+        except httpx.ConnectError as error:
+            return _REFUSED if _is_refused(error) else None
+        except (TimeoutError, httpx.HTTPError, bounded_http.UnboundedAnswer):
+            return None
 
     def _end(self) -> None:
         """End the server and every process that it has started. If an API server is killed, its engine keeps running."""
@@ -227,6 +222,20 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise InputError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port") from error
+
+
+async def _status(url: str) -> int:
+    # The server is a child process on this machine. Ignore proxies, and accept any certificate.
+    async with httpx.AsyncClient(verify=False, trust_env=False) as client:
+        answer, _ = await bounded_http.call(client, "GET", url, seconds=_HEALTH_LIMIT, most=lambda _: _LARGEST_HEALTH)
+        return answer.status_code
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether a connection failed because no program listens on the port."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _since(moment: float | None) -> float | None:

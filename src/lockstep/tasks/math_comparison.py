@@ -18,6 +18,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep.child_environment import for_helpers
 from lockstep.errors import LockstepError
 
 _logger = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class _Worker:
                 [sys.executable, "-m", __name__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONSAFEPATH": "1"},
+                env={**for_helpers(), "PYTHONSAFEPATH": "1"},
                 start_new_session=True,
             )
             if _read_line(self._process, _START_LIMIT) is None:

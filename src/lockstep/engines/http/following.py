@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -15,12 +15,20 @@ class FollowingServer(VLLMServer):
     """Servers that hold the weights which the `VLLMServer` of another process has pushed.
 
     Args:
-        urls, keys, timeout: as in `VLLMServer`.
+        urls, keys, timeout, key_now: as in `VLLMServer`.
         session: the `session` of the process that pushes. Answers that were sampled by any other trainer's weights are refused.
     """
 
-    def __init__(self, urls: Sequence[str], keys: Sequence[str | None], *, timeout: float, session: str) -> None:
-        super().__init__(urls, keys, timeout=timeout, transport=lambda servers: _NoWeights())
+    def __init__(
+        self,
+        urls: Sequence[str],
+        keys: Sequence[str | None],
+        *,
+        timeout: float,
+        session: str,
+        key_now: Callable[[str], str | None] = lambda url: None,
+    ) -> None:
+        super().__init__(urls, keys, timeout=timeout, transport=lambda servers: _NoWeights(), key_now=key_now)
         self.session = session
 
     def follow(self, version: int) -> None:

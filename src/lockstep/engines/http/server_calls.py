@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from lockstep import bounded_http
 from lockstep.engines.http.call_loop import CallLoop, Pending
 from lockstep.engines.http.greeting import (
     GREETING,
@@ -39,6 +40,8 @@ from lockstep.report.waits import waiting
 
 # Number of characters of an answer that an error message shows.
 _SHOWN = 300
+# Bytes of an answer. The second limit is for programs that have not proved that they have the key, or need not.
+_LARGEST, _LARGEST_UNPROVEN = 1 << 30, 1 << 16
 # The only path that a guarded server answers without its key.
 HEALTH = "/health"
 
@@ -53,9 +56,18 @@ class ServerCalls:
         timeout: seconds that one call may take, from first to last byte.
         loop: the thread that runs the calls.
         recover: the `recover` of every `EngineLost` that is raised here.
+        key_now: reads the key again, for a server that was started again by hand and has made another one.
     """
 
-    def __init__(self, url: str, key: str | None, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        timeout: float,
+        loop: CallLoop,
+        recover: Callable[[], None],
+        key_now: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self.url = url.rstrip("/")
         self.timeout = timeout
         # Facts about the server, known after its first answer (`server_state.py`): its settings, what distinguishes its process
@@ -74,7 +86,7 @@ class ServerCalls:
         self.beginning: concurrent.futures.Future[Any] | None = None
         self._loop = loop
         self._recover = recover
-        self._key = key
+        self._key, self._key_now = key, key_now
         # A greeting begins the session. A restart of the server ends it.
         self._session: Session | None = None
         self._client = httpx.AsyncClient(
@@ -82,7 +94,6 @@ class ServerCalls:
             # Each call has a new connection. The server might close a kept connection at the moment of a call, and the failed call
             # could not be repeated.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
-            timeout=timeout,
             # Ignore the environment's proxies: there is no proxy between trainer and engine.
             trust_env=False,
             verify=_certificates(),
@@ -90,7 +101,7 @@ class ServerCalls:
 
     def of_engine(self, timeout: float, loop: CallLoop, recover: Callable[[], None]) -> ServerCalls:
         """The same server, called by another engine."""
-        calls = ServerCalls(self.url, self._key, timeout, loop, recover)
+        calls = ServerCalls(self.url, self._key, timeout, loop, recover, self._key_now)
         for name in (
             "settings", "instance", "loads_in", "world_size", "takes_priorities", "picture_cache", "available_bytes",
             "takes_adapters",
@@ -120,30 +131,49 @@ class ServerCalls:
         headers = {LIMIT_HEADER: f"{limit:.3f}"}
         if session is not None:
             headers["Authorization"] = session.authorization(call)
-        answer, answer_text = await self._send(method, path, limit, headers, json=body, params=query)
+
+        def most(answer: httpx.Response) -> int:
+            """The proof of the server comes before its answer."""
+            if self._key is None:
+                return _LARGEST if path != HEALTH else _LARGEST_UNPROVEN
+            is_server = session is not None and session.is_server(call, answer.headers.get(PROOF_HEADER))
+            return _LARGEST if is_server else _LARGEST_UNPROVEN
+
+        answer, found = await self._send(method, path, limit, headers, most, json=body, params=query)
         if answer.status_code >= 500:
-            raise self._lost(path, f"answered {answer.status_code}: {answer_text[:_SHOWN]}", refused=True)
+            raise self._lost(path, f"answered {answer.status_code}: {_text(found)}", refused=True)
         if session is not None:
             self._check_session(session, call, answer, path)
-        self._check(answer, path)
-        if not answer_text or plain:
-            return answer_text or None
+        elif answer.status_code == 401 and path != HEALTH and self._has_other_key():
+            # The guard has let nothing through. The trainer asked before the server had written its key.
+            return await self.ask(method, path, body, limit=limit, plain=plain, **query)
+        self._check(answer, _text(found), path)
+        if not found or plain:
+            return found.decode(errors="replace") or None
         try:
-            return msgspec.json.decode(answer_text)
-        except ValueError as error:
-            raise self._lost(path, f"sent a broken answer: {answer_text[:_SHOWN]!r}") from error
+            return msgspec.json.decode(found)
+        except (ValueError, RecursionError) as error:
+            raise self._lost(path, f"sent a broken answer: {_text(found)!r}") from error
 
     async def _send(
-        self, method: str, path: str, limit: float, headers: dict[str, str], **rest: Any
-    ) -> tuple[httpx.Response, str]:
-        """Send one HTTP request. Returns the answer and its text."""
+        self,
+        method: str,
+        path: str,
+        limit: float,
+        headers: dict[str, str],
+        most: Callable[[httpx.Response], int],
+        **rest: Any,
+    ) -> tuple[httpx.Response, bytes]:
+        """Send one HTTP request. Returns the answer and its body."""
         try:
-            call = self._client.request(method, path, headers=headers, timeout=limit, **rest)
             with waiting(f"the server at {self.url} to answer {path}", limit):
-                answer = await asyncio.wait_for(call, limit)
-            return answer, answer.text
-        except (TimeoutError, httpx.TimeoutException) as error:
+                return await bounded_http.call(
+                    self._client, method, path, seconds=limit, most=most, headers=headers, **rest
+                )
+        except TimeoutError as error:
             raise self._lost(path, f"did not answer within {limit:.0f} s") from error
+        except bounded_http.UnboundedAnswer as error:
+            raise self._lost(path, f"{error}") from error
         except httpx.HTTPError as error:
             if (cause := _file_limit_reached(error)) is not None:
                 raise LockstepError(cause) from error
@@ -158,19 +188,45 @@ class ServerCalls:
         """
         if self._session is not None:
             return self._session
-        nonce = make_nonce()
-        answer, answer_text = await self._send("GET", GREETING, limit, {NONCE_HEADER: nonce})
-        if answer.status_code >= 500:
-            raise self._lost(GREETING, f"answered {answer.status_code}: {answer_text[:_SHOWN]}")
+        session, has_answered = await self._greet(key, limit)
+        if session is None and self._has_other_key():
+            assert self._key is not None
+            session, has_answered = await self._greet(self._key, limit)
+        if session is None:
+            raise InputError(_why_no_proof(self.url, has_answered=has_answered))
+        self._session = session
+        return session
+
+    def _has_other_key(self) -> bool:
+        """Read the key again, and whether it is another one than before."""
         try:
-            found = msgspec.json.decode(answer_text)
+            found = self._key_now()
+        except InputError:
+            # Without a file that can be read, the key stays what it was.
+            return False
+        if found is None or found == self._key:
+            return False
+        self._key = found
+        return True
+
+    async def _greet(self, key: str, limit: float) -> tuple[Session | None, bool]:
+        """Greet the server. Returns the session, None if the program has not this key, and whether it has sent any proof.
+
+        Raises:
+            EngineLost: the server did not answer.
+        """
+        nonce = make_nonce()
+        answer, body = await self._send("GET", GREETING, limit, {NONCE_HEADER: nonce}, lambda _: _LARGEST_UNPROVEN)
+        if answer.status_code >= 500:
+            raise self._lost(GREETING, f"answered {answer.status_code}: {_text(body)}")
+        try:
+            found = msgspec.json.decode(body)
             server_nonce, proof = str(found["nonce"]), str(found["proof"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             server_nonce, proof = "", ""
         if not hmac.compare_digest(server_proof(key, nonce, server_nonce).encode(), proof.encode()):
-            raise InputError(_why_no_proof(self.url, has_answered=bool(proof)))
-        self._session = Session(key, nonce, server_nonce)
-        return self._session
+            return None, bool(proof)
+        return Session(key, nonce, server_nonce), True
 
     def _check_session(self, session: Session, call: str, answer: httpx.Response, path: str) -> None:
         """Check that an answer comes from the server of the greeting.
@@ -264,24 +320,27 @@ class ServerCalls:
             return str(lost)
         return None
 
-    def _check(self, answer: httpx.Response, path: str) -> None:
+    def _check(self, answer: httpx.Response, text: str, path: str) -> None:
         if answer.status_code == 401:
             raise InputError(
                 f"the server at {self.url} needs a key: set LOCKSTEP_SERVER_KEY, or set vllm_server_key_file to the file that "
                 "'lockstep serve' named"
             )
-        if answer.status_code == 404 and "does not exist" in answer.text:
-            raise self._lost(path, f"was started again: {answer.text[:_SHOWN]}")
+        if answer.status_code == 404 and "does not exist" in text:
+            raise self._lost(path, f"was started again: {text}")
         if answer.status_code in (403, 404):
             # Some paths of vLLM exist, but vLLM refuses them unless its command line opens them.
             raise InputError(f"the server at {self.url} does not have {path}, or refuses it. {HOW_TO_START}")
         if answer.status_code >= 300:
-            raise LockstepError(
-                f"the server at {self.url} refused {path} with status {answer.status_code}: {answer.text[:_SHOWN]}"
-            )
+            raise LockstepError(f"the server at {self.url} refused {path} with status {answer.status_code}: {text}")
 
     def _lost(self, path: str, what: str, *, refused: bool = False) -> EngineLost:
         return EngineLost(f"the server at {self.url} {what} (at {path})", self._recover, refused=refused)
+
+
+def _text(body: bytes) -> str:
+    """The beginning of an answer, for an error."""
+    return body[: 4 * _SHOWN].decode(errors="replace")[:_SHOWN]
 
 
 def server_urls(base_url: str | None, host: str, port: int) -> list[str]:

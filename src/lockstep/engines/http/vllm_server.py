@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class VLLMServer:
         generation_timeouts: the time limit of one request for a completion, and of the wait for requests, as a multiple of
             `timeout`.
         transport: chooses the weight transport. It is called after the servers have answered.
+        key_now: reads the key of the server with a URL again (`ServerCalls`).
         run: distinguishes a run that trains an adapter from others on the same servers. It stays the same when the run is resumed.
 
     Attributes:
@@ -77,11 +79,15 @@ class VLLMServer:
         transport: TransportChoice,
         generation_timeouts: float = 1.0,
         run: str = "",
+        key_now: Callable[[str], str | None] = lambda url: None,
     ) -> None:
         self._timeout, self._generation_timeouts, self._choose = timeout, generation_timeouts, transport
         self._loop = CallLoop()
         self.servers = ServerSet(
-            [ServerCalls(url, key, timeout, self._loop, self.recover) for url, key in zip(urls, keys, strict=True)]
+            [
+                ServerCalls(url, key, timeout, self._loop, self.recover, partial(key_now, url))
+                for url, key in zip(urls, keys, strict=True)
+            ]
         )
         self._servers = self.servers.all
         self._pauses = Pauses(self.servers)

@@ -33,6 +33,8 @@ _TYPES: dict[str, type] = {
 # Fields that OpenEnv itself adds to actions and observations.
 _OPENENV_FIELDS = ("metadata", "done", "reward")
 _TIMEOUT = 30.0
+# Bytes of the description of an action.
+_LARGEST = 16 << 20
 
 
 class _Session:
@@ -79,8 +81,11 @@ def make_session(base_url: str, name: str, answer: str | None, shown: str | None
             waiting(f"the OpenEnv server at {base_url}", _TIMEOUT),
             urllib.request.urlopen(url, timeout=_TIMEOUT) as response,
         ):
-            action = json.load(response)["action"]
-    except (OSError, ValueError, KeyError) as error:
+            found = response.read(_LARGEST + 1)
+            if len(found) > _LARGEST:
+                raise ValueError(f"it sent more than {_LARGEST >> 20} MiB")
+            action = json.loads(found)["action"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConnectionError(f"no OpenEnv server answers at {base_url} ({error})") from error
     fields = {key: value for key, value in action.get("properties", {}).items() if key not in _OPENENV_FIELDS}
     if answer is not None and answer not in fields:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lockstep.child_environment import for_users_code
 from lockstep.errors import LockstepError
 from lockstep.report.waits import waiting
 
@@ -87,6 +88,7 @@ def in_process(
             stdout=subprocess.PIPE,
             text=True,
             encoding="utf-8",
+            env=for_users_code(),
             # A group of its own: an interrupt of the run does not reach it, and it is killed with its children.
             start_new_session=True,
         )

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from lockstep.child_environment import KEY_VARIABLE
+
 # vLLM's processes unpickle messages from each other, so that their sockets must not be reachable from other machines.
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -89,7 +91,7 @@ def process_start(workers: int, sockets: Path) -> Iterator[None]:
     # vLLM reads the environment once per process, also that of an earlier engine.
     envs.disable_envs_cache()
     try:
-        with _environment(settings), _without_main_module():
+        with _environment({**settings, KEY_VARIABLE: None}), _without_main_module():
             yield
     finally:
         # vLLM takes the threads away from a process that only schedules. This process trains too.
@@ -97,17 +99,22 @@ def process_start(workers: int, sockets: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+def _environment(settings: Mapping[str, str | None]) -> Iterator[None]:
+    """Inside the context, this process has these variables; those that are None are missing."""
     before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
     try:
+        _set(settings)
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(settings: Mapping[str, str | None]) -> None:
+    for name, value in settings.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @contextmanager
