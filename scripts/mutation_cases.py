@@ -118,6 +118,11 @@ SEALED = ("parity/resume/checkpoint.py", STATE)
 LOADED = ("parity/resume/checkpoint.py", "tests/training/test_proven_resume.py")
 INPUTS = ("parity/resume/inputs.py", "tests/training/test_proven_resume.py")
 CODE = ("parity/resume/code_digest.py", "tests/parity/test_code_digest.py")
+FILES = ("parity/resume/own_files.py", "tests/parity/test_code_digest.py")
+MODEL_FILES = ("parity/resume/model_inputs.py", "tests/parity/test_model_inputs.py")
+BASE = ("models/base_digest.py", "tests/parity/test_model_inputs.py")
+EARLY_ENDS = "tests/training/test_early_ends.py"
+SCHEDULES = "tests/parity/step/test_schedules.py"
 WHOSE = ("whose_code.py", "tests/parity/test_code_digest.py")
 OPTIMIZER = "parity/step/optimizer_settings.py"
 STILL = "parity/step/still.py"
@@ -1201,16 +1206,59 @@ MUTATIONS = [
     ),
     _of(INPUTS, "rows without their columns", "[row.source, dict(row.columns)]", "[]"),
     _of(INPUTS, "changed inputs that are taken", "if changed and not accept", "if False"),
-    _of(
-        CODE,
-        "a reward without the functions that it calls",
-        "            self._references(function)",
-        "            pass",
+    _of(CODE, "a reward without what it names", "            self._references(value)", "            pass"),
+    _of(CODE, "a counter is a change of a reward", "if not changed.intersection(names)", "if True"),
+    _of(FILES, "files of the user's are not digested", "(file.whole or not file.is_script)", "False"),
+    _of(FILES, "an import inside a function is not followed", "self._import([base, *inside], path)", "pass"),
+    _of(FILES, "a script without what a reward names in it", "if defined & names]", "if False]"),
+    _of(FILES, "a whole script counts", " or _trains(tree)", ""),
+    _of(FILES, "a clock is a change of a reward", "if called & _UNSTABLE:", "if False:"),
+    _of(MODEL_FILES, "what a model's files mean is not compared", "if before.get(n) != after.get(n))", "if False)"),
+    _of(MODEL_FILES, "another version is another model", "if same_libraries else", "if True else"),
+    _of(MODEL_FILES, "a tokenizer without its merges", "{_RULES: text_digest(inner)}", "{_RULES: ''}"),
+    _of(BASE, "a base is its names and shapes", "digest.update(plain.view(torch.uint8).numpy().data)", "pass"),
+    _of(BASE, "a base is another one in another dtype", "part.cpu().float() if narrow else part.cpu()", "part.cpu()"),
+    _of(INPUTS, "another base is taken", '        *changed_digests(before["weights"], after["weights"]),\n', ""),
+    Mutation(
+        "other threads are taken where bits must be equal",
+        "parity/resume/surroundings.py",
+        "if bitwise and not accept:",
+        "if False:",
+        "tests/training/test_proven_resume.py::test_other_versions_devices_or_threads_are_a_warning_or_refused_where_bits_must_be_equal",
     ),
-    _of(CODE, "a reward without its assignments", "elif name in own_file:", "elif False:"),
+    # how a run ends
+    Mutation(
+        "whatever ends a run, it is finished",
+        "training/trainers/hooks/run_files.py",
+        "return early and not self.interrupted_by",
+        "return False and not self.interrupted_by",
+        EARLY_ENDS,
+    ),
+    Mutation(
+        "a library keeps the handler of a signal",
+        "training/stop_signals.py",
+        "if (other := signal.getsignal(number)) == self._handle:",
+        "if True or (other := signal.getsignal(number)):",
+        EARLY_ENDS,
+    ),
+    # schedules that follow metrics
+    Mutation(
+        "a plateau is not followed",
+        "parity/step/rates.py",
+        "            self.plateau.after(metric)",
+        "            pass",
+        SCHEDULES,
+    ),
+    Mutation(
+        "a smaller reward is a better one",
+        "training/config/contradictions.py",
+        '"max" if config.greater_is_better else "min"',
+        '"min"',
+        SCHEDULES,
+    ),
     _of(WHOSE, "what is installed elsewhere is the user's", "not installed.isdisjoint(found.parents)", "False"),
     _of(WHOSE, "an editable install is a package", "        if not _is_editable(distribution):", "        if True:"),
-    _of(CODE, "a file is parsed for each class", "return classes.get(value.__qualname__) or inspect", "return inspect"),
+    _of(FILES, "a file is read for each class", "        if path not in self._files:", "        if True:"),
     # the optimizer's settings
     _of_settings(
         OPTIMIZER,

@@ -301,7 +301,11 @@ FILES = [
         "have changed since: reward score",
     ),
     Row("a number that the reward uses changed", reward("SCALE = 1", "SCALE = 2"), "have changed since: reward score"),
-    Row("another function in the reward's file", reward("def unused", "def renamed"), SAME, 0),
+    Row(
+        "another function in the reward's file",
+        reward("def unused", "def renamed"),
+        "have changed since: your file rewards.py",
+    ),
     # What lies beside it.
     Row("last checkpoint empty", lambda run: (shutil.rmtree(run / LAST), (run / LAST).mkdir()), SAME, 0),
     Row("last checkpoint gone", gone(LAST), SAME, 0),

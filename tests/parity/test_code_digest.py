@@ -368,7 +368,7 @@ def test_a_program_that_changes_the_file_of_a_reward_from_outside_is_seen(load: 
 
 
 STEADY = """
-import collections, itertools, logging, os, random, threading, time, uuid
+import collections, functools, itertools, logging, os, random, threading, time, uuid, torch
 from pathlib import Path
 
 START, RUN, HERE = time.time(), uuid.uuid4().hex, Path(__file__).parent
@@ -379,14 +379,22 @@ SEEN, CACHE, COUNTS, calls = [], {}, collections.Counter(), 0
 
 class Judge:
     def __init__(self):
-        self.began, self.table, self.asked = time.monotonic(), {}, 0
+        self.began, self.table, self.asked, self.last = time.monotonic(), {}, 0, ""
+        self.mean = torch.zeros(1)
+
+    @functools.cached_property
+    def size(self):
+        return 1
 
     def ask(self, text):
-        self.asked += 1
+        self.asked += self.size
+        setattr(self, "last", text)
+        self.mean.add_(1.0)
         self.table[text] = self.asked
         return 1.0
 
 JUDGE = Judge()
+WHERE, VERSION = os.path.abspath("."), logging.__version__
 
 def score(completions, **_):
     global calls
@@ -494,11 +502,14 @@ def score_of_here(completions: list[str], **_: Any) -> list[float]:
 
 def test_a_function_or_class_that_was_typed_into_a_prompt_is_the_users() -> None:
     typed: dict[str, Any] = {"__name__": "__main__"}
-    exec("class Typed:\n    size = 3\n\ndef score(completions, **_):\n    return Typed.size", typed)
+    text = "class Typed:\n    size = 3\n\nSEEN, calls = [], 0\n\ndef score(completions, **_):\n"
+    exec(f"{text}    global calls\n    calls += 1\n    SEEN.append(1)\n    return Typed.size", typed)
     with patch.dict(vars(sys.modules["__main__"])):
         vars(sys.modules["__main__"]).pop("__file__", None)
         assert is_users(typed["Typed"])
-        assert code_digest(typed["score"]) == code_digest(typed["score"])
+        before = code_digest(typed["score"])
+        assert typed["score"](["a"]) == 3
+        assert code_digest(typed["score"]) == before
 
 
 def test_a_package_outside_of_this_environment_is_not_read(

@@ -26,7 +26,7 @@ from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.run_files.run_directory import RunPlace
 from lockstep.training.run_files.saved_evaluation import proven_evaluation
-from lockstep.training.stop_signals import StopSignals, interrupted
+from lockstep.training.stop_signals import StopSignals, ended_unasked, interrupted
 from lockstep.training.trainers.hooks.live_views import view_of
 from lockstep.training.trainers.online import OnlineTrainer
 
@@ -57,7 +57,7 @@ def run_method(
     Raises:
         InputError: there are several evaluation sets, the config names a checkpoint, or its kernels need a GPU.
         Interrupted: SIGINT or SIGTERM arrived (see `stop_signals.py`).
-        LockstepError: the trainer raised it.
+        LockstepError: the trainer raised it, or the training ended early and nobody has asked for that.
     """
     if isinstance(arguments.get("eval_dataset"), Mapping):
         raise InputError("a run and its report have one evaluation set; use the trainer's class for several")
@@ -107,6 +107,8 @@ def _run(trainer: OnlineTrainer, place: RunPlace, stop: StopSignals) -> Finished
         _train(trainer, place.checkpoint)
     if stop.number and trainer.state.global_step < trainer.state.max_steps:
         raise interrupted(stop.number, folder, trainer.state.global_step)
+    if trainer.files.ends_unasked:
+        raise ended_unasked(folder, trainer.state.global_step, trainer.state.max_steps)
     if trainer.eval_dataset is not None:
         _say(trainer, trainer.evaluate())
     with busy("writing the report"):

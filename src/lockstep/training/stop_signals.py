@@ -15,7 +15,7 @@ from typing import Any, Self
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from lockstep.errors import Interrupted
+from lockstep.errors import Interrupted, LockstepError
 from lockstep.training.run_files.checkpoints import last_checkpoint
 from lockstep.training.trainers.online import OnlineTrainer
 
@@ -39,6 +39,8 @@ class StopSignals(TrainerCallback):
         self._earlier: dict[int, Any] = {}
         self._training = False
         self._done = self._last = 0
+        # Whose handlers were in the place of this one.
+        self._told: set[str] = set()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -56,12 +58,17 @@ class StopSignals(TrainerCallback):
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._hold()
         self._done, self._last, self._training = state.global_step, state.max_steps, True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._training = False
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._hold()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._hold()
         assert self._trainer is not None
         self._done = state.global_step
         if state.global_step % self._every:
@@ -73,6 +80,23 @@ class StopSignals(TrainerCallback):
             control.should_save = self._saves
             # Checkpoints do not contain the sums of the next log. So the trainer logs them now.
             control.should_log = args.logging_strategy != IntervalStrategy.NO
+
+    def _hold(self) -> None:
+        """Handle the signals again, if a library or a function of the user's has put another handler in the place of this one."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in self._earlier:
+            if (other := signal.getsignal(number)) == self._handle:
+                continue
+            signal.signal(number, self._handle)
+            who = f"{getattr(other, '__module__', '')}.{getattr(other, '__qualname__', other)}"
+            if who in self._told:
+                continue
+            self._told.add(who)
+            _logger.warning(
+                f"{who} had replaced the handler of {signal.Signals(number).name}; the run handles it again, so that it ends at a "
+                "step from which it can go on"
+            )
 
     @property
     def _saves(self) -> bool:
@@ -98,6 +122,16 @@ class StopSignals(TrainerCallback):
         where = f"step {step}" + (", where its generation ends" if self._every > 1 else "")
         how = "with a checkpoint" if self._saves else "without a checkpoint (save_strategy is no)"
         _logger.info(f"{signal.Signals(number).name}: stopping after {where}, {how}; again to stop at once")
+
+
+def ended_unasked(folder: Path, step: int, last: int) -> LockstepError:
+    """The exception for a training that ended early although neither a signal nor a callback has asked for that."""
+    checkpoint = last_checkpoint(folder)
+    from_where = f"goes on from {checkpoint.name}" if checkpoint is not None else "starts from the beginning"
+    return LockstepError(
+        f"the training ended after step {step} of {last}, and no signal and no callback of yours has asked for that; the same "
+        f"command {from_where}"
+    )
 
 
 def interrupted(number: int, folder: Path, step: int | None = None) -> Interrupted:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
+import dis
 import enum
 import fractions
 import functools
@@ -32,7 +33,7 @@ import torch
 
 from lockstep.engines.tensor_specs import tensor_digest
 from lockstep.parity.receipt import text_digest
-from lockstep.parity.resume.own_files import OwnFiles, changed_names
+from lockstep.parity.resume.own_files import OwnFiles, changed_names, changes_in_place
 from lockstep.tokens.digest import digest_of
 from lockstep.whose_code import is_lockstep, is_users
 
@@ -259,6 +260,7 @@ class _Walk:
             text = inspect.getsource(value)
         except (OSError, TypeError):
             # It was typed into a prompt, or made by exec.
+            self._changed |= {name for code in _codes(value) for name in _changed_by(code)}
             return " ".join(f"{code.co_code.hex()} {_consts(code)}" for code in _codes(value))
         self._changed |= changed_names(text)
         return text
@@ -294,7 +296,10 @@ _HOLDING = (types.FunctionType, types.MethodType, functools.partial, *_COLLECTIO
 def _attributes(value: Any) -> dict[str, Any]:
     slots = [name for kind in type(value).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
     held = {name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)}
-    return {**held, **getattr(value, "__dict__", {})}
+    # What a property has computed and keeps is there only after it was asked for.
+    own = getattr(value, "__dict__", {})
+    kept = (k for k in own if not isinstance(inspect.getattr_static(type(value), k, None), functools.cached_property))
+    return {**held, **{key: own[key] for key in kept}}
 
 
 def _listed(names: Any) -> list[str]:
@@ -317,6 +322,14 @@ def _codes(value: Any) -> Iterator[types.CodeType]:
         code = waiting.pop()
         yield code
         waiting += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+
+
+def _changed_by(code: types.CodeType) -> Iterator[str]:
+    """Names whose values a piece of code without a text may change."""
+    steps = list(dis.get_instructions(code))
+    yield from (str(s.argval) for s in steps if s.opname in ("STORE_GLOBAL", "STORE_ATTR"))
+    if any(s.opname == "STORE_SUBSCR" for s in steps) or any(map(changes_in_place, code.co_names)):
+        yield from code.co_names
 
 
 def _consts(code: types.CodeType) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from lockstep.parity.receipt import text_digest
 from lockstep.whose_code import is_installed
@@ -33,9 +33,11 @@ _BUILDING = {"__init__", "__new__", "__post_init__", "__setstate__"}
 # A value that comes from one of these differs between two processes.
 _UNSTABLE = {
     "time", "time_ns", "perf_counter", "monotonic", "now", "utcnow", "today", "uuid1", "uuid4", "random", "randint", "choice",
-    "shuffle", "sample", "uniform", "token_hex", "urandom", "environ", "getenv", "getpid", "getcwd", "cwd", "gethostname", "node",
-    "mkdtemp", "mkstemp", "cpu_count", "get_ident", "argv", "id", "is_available", "device_count",
+    "shuffle", "sample", "uniform", "token_hex", "urandom", "getenv", "getpid", "getcwd", "cwd", "gethostname", "node",
+    "mkdtemp", "mkstemp", "cpu_count", "get_ident", "id", "hash", "is_available", "device_count", "sched_getaffinity",
+    "get_num_threads", "abspath", "absolute", "resolve", "expanduser", "home", "gettempdir", "getuser", "version",
 }  # fmt: skip
+_UNSTABLE_ATTRIBUTES = {"environ", "argv", "__version__"}
 _LOOKUPS = {"globals", "eval", "exec"}
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -310,17 +312,21 @@ def _changed(tree: ast.AST) -> set[str]:
             building = getattr(node, "name", "") in _BUILDING
             own = _locals(node)
             found |= {name for name, of_self in _changes(node) if name not in own and not (building and of_self)}
+            named = (c.args[1] for c in ast.walk(node) if _is_setattr(c))
+            found |= {str(part.value) for part in named if isinstance(part, ast.Constant)}
         elif isinstance(node, ast.Global | ast.Nonlocal):
             found |= set(node.names)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             called = {_last_name(c.func) for c in ast.walk(node.value) if isinstance(c, ast.Call)}
-            called |= {
-                n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute) and n.attr in ("environ", "argv")
-            }
-            if called & _UNSTABLE:
+            called |= {n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)} & _UNSTABLE_ATTRIBUTES
+            if called & (_UNSTABLE | _UNSTABLE_ATTRIBUTES):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 found |= {name for target in targets for name in _targets(target)}
     return found - {""}
+
+
+def _is_setattr(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and _last_name(node.func) == "setattr" and len(node.args) > 1
 
 
 def _locals(function: ast.AST) -> set[str]:
@@ -359,7 +365,7 @@ def _changed_places(code: ast.AST) -> Iterator[ast.expr]:
     for node in ast.walk(code):
         if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield node
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and changes_in_place(node.func.attr):
             yield node.func.value
 
 
@@ -372,6 +378,11 @@ def _targets(node: ast.AST) -> Iterator[str]:
         while isinstance(node, ast.Subscript | ast.Starred):
             node = node.value
         yield _last_name(node)
+
+
+def changes_in_place(method: str) -> bool:
+    """Whether a method changes its object: of a collection, or of a tensor (`add_`)."""
+    return method in _CHANGING or (method.endswith("_") and not method.startswith("_"))
 
 
 def _root_name(node: ast.AST) -> str:

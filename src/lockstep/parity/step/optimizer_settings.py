@@ -294,8 +294,10 @@ class OptimizerSettings:
             self._check_title(change.group, change.tensors)
             if change.field != _RATE:
                 due_by_change[change.group, change.field] = change.after
+        # A schedule that follows metrics keeps no rate of the beginning. After its first metric the rate is another one.
+        is_new = not self._place()
         for index, (group, found) in enumerate(zip(self.optimizer.param_groups, self._held, strict=True)):
-            rate = {"initial_lr": float(group[_RATE])} if "initial_lr" not in found else {}
+            rate = {"initial_lr": float(group[_RATE])} if "initial_lr" not in found and is_new else {}
             for name in own[index]:
                 due = wanted(name)
                 self._from_config |= due.keys()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import TYPE_CHECKING
+
+import torch
+from transformers import get_scheduler
 
 from lockstep.engines.vllm.arguments import check_quantization
 from lockstep.errors import InputError
 
 if TYPE_CHECKING:
     from lockstep.training.config.online_config import OnlineConfig
+
+_logger = logging.getLogger(__name__)
 
 
 def value_of(field: object) -> str:
@@ -79,6 +86,49 @@ def check_quantised_sampling(config: OnlineConfig) -> None:
     }.items():
         if refused:
             raise InputError(f"{name} is not supported with vllm_quantization; leave one of the two out")
+
+
+# Schedules that follow the metrics of evaluations, and know neither steps nor a warm-up.
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+
+def complete_schedule(config: OnlineConfig) -> None:
+    """Give a schedule that follows metrics the direction of its metric, unless the user has.
+
+    torch's default is that smaller is better, which is wrong for a reward.
+    """
+    name, given = value_of(config.lr_scheduler_type), config.lr_scheduler_kwargs
+    if name in BY_METRIC and isinstance(given, dict | None) and "mode" not in (given or {}):
+        config.lr_scheduler_kwargs = {**(given or {}), "mode": "max" if config.greater_is_better else "min"}
+
+
+def check_schedule(config: OnlineConfig) -> None:
+    """Make the schedule of a single number, so that what is wrong with it is known before a model is loaded.
+
+    Raises:
+        InputError: it cannot be made, or has no rate at some step.
+    """
+    name, given = value_of(config.lr_scheduler_type), config.lr_scheduler_kwargs
+    total = config.max_steps if config.max_steps > 0 else 1000
+    warmup = config.get_warmup_steps(total)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    try:
+        made = get_scheduler(name, optimizer, warmup, total, given)
+        factors = (
+            [made.lr_lambdas[0](s) for s in (0, 1, warmup, total // 2, total)] if hasattr(made, "lr_lambdas") else []
+        )
+    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RuntimeError) as error:
+        said = f" with lr_scheduler_kwargs={given}" if given else ""
+        raise InputError(
+            f"lr_scheduler_type={name}{said} cannot be used: {error}; lr_scheduler_kwargs has its arguments, and numbers in YAML "
+            "need a point (1.0e-7)"
+        ) from error
+    if bad := [f for f in factors if isinstance(f, complex) or not math.isfinite(f) or f < 0]:
+        raise InputError(
+            f"lr_scheduler_type={name} multiplies learning_rate by {bad[0]} at some step; change lr_scheduler_kwargs"
+        )
+    if name in BY_METRIC and warmup and config.process_index == 0:
+        _logger.warning(f"lr_scheduler_type={name} has no warm-up, so that warmup_steps has no effect")
 
 
 def check_best_model(config: OnlineConfig) -> None:

@@ -24,10 +24,13 @@ from lockstep.shards.settings import take_settings
 from lockstep.shards.zero.settings import check_values, take_zero_settings
 from lockstep.training.config.checks import check_fields
 from lockstep.training.config.contradictions import (
+    BY_METRIC,
     check_best_model,
     check_corrections,
     check_quantised_sampling,
+    check_schedule,
     check_staleness,
+    complete_schedule,
     value_of,
 )
 from lockstep.training.config.fields.agents import AgentFields
@@ -201,8 +204,7 @@ class OnlineConfig(
         # transformers replaces None by a value of its own.
         self.asks_for_progress_bar = self.disable_tqdm is False
         check_fields(self)
-        scheduler = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type))
-        by_metric = self.load_best_model_at_end or self.saves_best or scheduler in ("reduce_lr_on_plateau", "greedy")
+        by_metric = self.load_best_model_at_end or self.saves_best or value_of(self.lr_scheduler_type) in BY_METRIC
         if by_metric and self.metric_for_best_model is None:  # type: ignore[has-type]
             # transformers would take the evaluation's loss. The loss of a policy on what it has just sampled says little.
             self.metric_for_best_model = "reward"
@@ -241,6 +243,8 @@ class OnlineConfig(
         check_staleness(self)
         check_quantised_sampling(self)
         check_best_model(self)
+        complete_schedule(self)
+        check_schedule(self)
 
     def size_generation(self) -> None:
         """Set and check the sizes of a generation.

@@ -20,6 +20,7 @@ from lockstep.parity.resume.inputs import data_digest
 from lockstep.parity.resume.model_inputs import config_meaning, model_meaning, tokenizer_meaning
 from lockstep.parity.resume.surroundings import surroundings
 from lockstep.rollouts.group import Prompt
+from lockstep.training.config.contradictions import BY_METRIC
 from lockstep.training.config.online_config import OnlineConfig
 
 # Fields that do not decide what the run learns, by reason. All other fields are part of the run's identity.
@@ -172,7 +173,8 @@ def longer(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def follows_length(settings: Mapping[str, Any]) -> bool:
     """Whether the learning rate of a step depends on the number of steps of the run."""
-    return not str(settings.get("lr_scheduler_type", "")).startswith("constant")
+    name = str(settings.get("lr_scheduler_type", ""))
+    return not name.startswith("constant") and name not in (*BY_METRIC, "inverse_sqrt")
 
 
 def _grew(name: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

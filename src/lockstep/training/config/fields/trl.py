@@ -48,6 +48,11 @@ UNSUPPORTED: dict[str, tuple[object, str]] = {
         "the batch is a part of the method; lower token_budget instead, which changes no result",
     ),
     "ignore_data_skip": (False, "a resumed run would get other prompts than the run without a break"),
+    "enable_jit_checkpoint": (
+        False,
+        "its handler of SIGTERM would replace Lockstep's, and the run would end as if it were finished; the commands write a "
+        "checkpoint at SIGTERM without it",
+    ),
     "parallelism_config": (None, "use FSDP2 or DeepSpeed (docs/guides/sharding.md)"),
     "remove_unused_columns": (False, "reward functions get all columns"),
     "dataloader_drop_last": (True, "a generation is always whole"),

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.trainer_callback import CallbackHandler, TrainerCallback
+from transformers.trainer_callback import CallbackHandler, EarlyStoppingCallback, TrainerCallback
 
 from lockstep.definitions.optimizer import SETTING_OF
 from lockstep.errors import ProofError
@@ -121,6 +121,10 @@ def say_changes(given: Any, changes: Sequence[Change], said: set[tuple[str, str]
             _logger.warning(f"{change.by} has changed the optimizer: {change}. The proofs use this value {until}")
 
 
+# Callbacks of transformers that only a user adds, to end a training.
+_ASKED_FOR = (EarlyStoppingCallback,)
+
+
 class WatchedCallbacks(CallbackHandler):
     """Calls callbacks as the handler of transformers does, and notes what the user's callbacks change.
 
@@ -129,7 +133,12 @@ class WatchedCallbacks(CallbackHandler):
         settings: gives the settings of the optimizer; None while there is no optimizer.
         taking: makes a context in which hooks, forwards and attention functions may change. Trackers of transformers add hooks
             when training begins.
+
+    Attributes:
+        stopped_by: the callback that has asked for the end of the training; None: no callback has.
     """
+
+    stopped_by: TrainerCallback | None = None
 
     def __init__(
         self,
@@ -145,11 +154,22 @@ class WatchedCallbacks(CallbackHandler):
         """Call an event of every callback, in their order."""
         if event == "on_optimizer_step" and (settings := self._settings()) is not None:
             settings.note_step()
+        if event == "on_train_begin":
+            self.stopped_by = None
         for callback in self.callbacks:
             alone = copy.copy(self)
             alone.callbacks = [callback]
+            before = control.should_training_stop
             control = alone._call(callback, event, args, state, control, kwargs)
+            if control.should_training_stop and not before:
+                self.stopped_by = callback
         return control
+
+    @property
+    def end_was_asked_for(self) -> bool:
+        """Whether the user or Lockstep has asked for the end of the training, by a callback."""
+        kind = type(self.stopped_by)
+        return self.stopped_by is not None and (top_module(kind) != "transformers" or kind in _ASKED_FOR)
 
     def _call(self, callback: Any, event: str, args: Any, state: Any, control: Any, others: dict[str, Any]) -> Any:
         settings, kind = self._settings(), type(callback)

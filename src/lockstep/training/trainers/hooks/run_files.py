@@ -42,6 +42,10 @@ _SHOWN_GENERATIONS, _SHOWN_TURNS = 10, 4
 _SHARE_OF_TIME = 0.01
 
 
+# What stands in the place of a signal's name if nothing is known of what ended a training.
+UNASKED = "nobody has asked for it"
+
+
 class RunFiles(TrainerCallback):
     """The files of a run, on the rank that holds the engine.
 
@@ -60,6 +64,13 @@ class RunFiles(TrainerCallback):
         self._kept = -1
         self._written, self._took = -math.inf, 0.0
         self._failure: BaseException | None = None
+
+    @property
+    def ends_unasked(self) -> bool:
+        """Whether the training has ended before its last step, and neither a signal nor a callback has asked for that."""
+        trainer = self._trainer
+        early = trainer.state.global_step < trainer.state.max_steps
+        return early and not self.interrupted_by and not trainer.callback_handler.end_was_asked_for
 
     @property
     def folder(self) -> Path:
@@ -120,8 +131,8 @@ class RunFiles(TrainerCallback):
             return
         self._begin(state)
         self._is_training, self._has_trained = False, True
-        if self.interrupted_by and state.global_step < state.max_steps:
-            self._end({"ended": "interrupted", "signal": self.interrupted_by})
+        if state.global_step < state.max_steps and (self.interrupted_by or self.ends_unasked):
+            self._end({"ended": "interrupted", "signal": self.interrupted_by or UNASKED})
         elif not self.awaits_evaluation:
             self.finish()
 

@@ -18,6 +18,7 @@ from lockstep.definitions.optimizer import OptimizerFields
 from lockstep.models.adapters import causal_model
 from lockstep.parity.sampling.kept_sets import KeptSetProof
 from lockstep.parity.step.optimizer_settings import OptimizerSettings, Taken
+from lockstep.parity.step.rates import Rates
 from lockstep.parity.step.reference import FrozenWeights
 from lockstep.parity.step.still import LoadedState
 from lockstep.parity.user_settings import SettingsProof
@@ -54,6 +55,7 @@ class StepHooks(Trainer):
         optimizer_is_given: whether the user gave the optimizer to the constructor.
         optimizer_fields: what the config says about the optimizer.
         optimizer_settings: the proof of its settings; None while there is no optimizer.
+        rates: the learning rates of the run; None while there is no optimizer.
         inputs: the run's data, code and settings, for the receipt. Only the rank with the engine has them.
         settings: the proof of what the user has asked for.
     """
@@ -68,6 +70,7 @@ class StepHooks(Trainer):
     optimizer_is_given: bool
     optimizer_fields: OptimizerFields
     optimizer_settings: OptimizerSettings | None = None
+    rates: Rates | None = None
     inputs: dict[str, Any]
     settings: SettingsProof
     _method_state: MethodState
@@ -112,6 +115,20 @@ class StepHooks(Trainer):
         if grad_norm is None and self.ranks.passes is not None:
             return clip_sharded(self.loop.trained_parameters(), float("inf"), self.ranks.passes)
         return super()._get_grad_norm(model, grad_norm)
+
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: Any) -> None:
+        # The base class calls it after an evaluation of its loop, before the schedule takes the metric.
+        if self.rates is not None:
+            self.rates.before_metric()
+        super()._report_to_hp_search(trial, step, metrics)
+
+    def _evaluate(self, *given: Any, skip_scheduler: bool = False, **named: Any) -> dict[str, float]:
+        """Evaluate, and note the metric that a schedule such as `reduce_lr_on_plateau` has taken."""
+        metrics = super()._evaluate(*given, skip_scheduler=skip_scheduler, **named)
+        if self.rates is not None and self.rates.metrics is not None and not skip_scheduler:
+            name = self.args.metric_for_best_model
+            self.rates.after_metric(metrics[name if name.startswith("eval_") else f"eval_{name}"])
+        return metrics
 
     def _prepare_for_training(self, *given: Any, **named: Any) -> Any:
         """Prove the optimizer as soon as it is ready, before any callback of the user's can change it."""

@@ -8,8 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers.optimization import GreedyLR
 
+from lockstep.definitions.schedules import PlateauSchedule
 from lockstep.models.adapters import is_adapted
+from lockstep.parity.step.optimizer_settings import OptimizerSettings
 from lockstep.parity.step.rates import Rates
 from lockstep.parity.step.update import UpdateProof
 from lockstep.shards.model import sharded
@@ -33,13 +37,14 @@ def update_proof(trainer: StepHooks) -> UpdateProof | None:
     rests = critic if getattr(args, "vf_coef", 1.0) == 0.0 else []
     start = trainer.state.global_step
     plain = trainer._created_lr_scheduler and not args.lr_scheduler_kwargs
-    rates = Rates(
+    rates = trainer.rates = Rates(
         trainer.lr_scheduler,
         str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) if plain else None,
         args.get_warmup_steps(trainer.state.max_steps),
         trainer.state.max_steps,
         start,
         settings,
+        *_by_metric(trainer, settings),
     )
     return UpdateProof(
         {name: p for name, p in named.items() if p.requires_grad},
@@ -53,6 +58,26 @@ def update_proof(trainer: StepHooks) -> UpdateProof | None:
         may_rest=[*rests, *_beside_the_text(trainer, named)],
         **({} if (shards := sharded(trainer._causal())) is None else {"gathered": shards.gathered_parameter}),
     )
+
+
+def _by_metric(trainer: StepHooks, settings: OptimizerSettings) -> tuple[int | None, PlateauSchedule | None]:
+    """Of a schedule that follows metrics: how many it has taken, and its formula."""
+    scheduler = trainer.lr_scheduler
+    if isinstance(scheduler, GreedyLR):
+        return scheduler.last_epoch, None
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        return None, None
+    state = scheduler.state_dict()
+    asked = (
+        trainer.config.lr_scheduler_kwargs or {}
+        if trainer._created_lr_scheduler
+        else {**state, "min_lr": state["min_lrs"]}
+    )
+    # A resumed run goes on with what its checkpoint has brought, which was compared when it was loaded.
+    new = scheduler.last_epoch == 0
+    rates = settings.first_rates() if new else [float(rate) for rate in scheduler.get_last_lr()]
+    left = {} if new else {"best": state["best"], "bad": state["num_bad_epochs"], "waiting": state["cooldown_counter"]}
+    return scheduler.last_epoch, PlateauSchedule(asked, rates, **left)
 
 
 def _beside_the_text(trainer: StepHooks, named: dict[str, torch.nn.Parameter]) -> list[str]:
