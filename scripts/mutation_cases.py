@@ -1429,7 +1429,7 @@ MUTATIONS = [
         '"eval_strategy", "do_eval", ',
         '"eval_strategy", ',
     ),
-    _of(LOCK, "a lock of another process", 'raise Occupied(f"another process', 'print(f"another process'),
+    _of(LOCK, "a lock of another process", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_UN"),
     _of(LOCK, "two trainers of one process", "    if alone in held.alone:", "    if False:"),
     _of(LOCK, "a forked process that keeps a lock", "        held.file.close()\n    _held.clear()", "        pass"),
     _of(
