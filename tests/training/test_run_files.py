@@ -86,7 +86,7 @@ def test_a_script_leaves_the_files_of_the_command_line(
     run.train()
     after = run.evaluate()
     assert names(folder) == {
-        "about.json", "after.json", "before.json", "end.json", "metrics.jsonl", "receipt.jsonl", "report.html", "rollouts",
+        ".lock", "about.json", "after.json", "before.json", "end.json", "metrics.jsonl", "receipt.jsonl", "report.html", "rollouts",
         "shown_rollouts.jsonl", "summary.json",
     }  # fmt: skip
     record = read_run(folder)
@@ -173,7 +173,7 @@ def test_the_files_can_be_switched_off_and_the_progress_bar_can_be_asked_for(
     assert LogLines not in kinds
     run.remove_callback(RunFiles)
     run.train()
-    assert names(tmp_path / "run") == {"receipt.jsonl"}
+    assert names(tmp_path / "run") == {".lock", "receipt.jsonl"}
     kinds = [type(callback) for callback in make().callback_handler.callbacks]
     assert ProgressCallback not in kinds
     assert LogLines in kinds
