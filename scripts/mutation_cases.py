@@ -1491,7 +1491,7 @@ MUTATIONS = [
         '"eval_strategy", "do_eval", ',
         '"eval_strategy", ',
     ),
-    _of(LOCK, "a lock of another process", 'raise Occupied(f"another process', 'print(f"another process'),
+    _of(LOCK, "a lock of another process", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_UN"),
     _of(LOCK, "two trainers of one process", "    if alone in held.alone:", "    if False:"),
     _of(LOCK, "a forked process that keeps a lock", "        held.file.close()\n    _held.clear()", "        pass"),
     _of(
@@ -1506,14 +1506,32 @@ MUTATIONS = [
     _of(
         RUN,
         "a receipt that does not reach the checkpoint",
-        "        if before is None:",
-        "        if False:",
+        "    if before is None:",
+        "    if False:",
     ),
     _of(
         RUN,
         "metrics that are gone",
         "if len(found) == len(wanted) and all(map(_has, found, wanted)):",
         "if True:",
+    ),
+    _of(
+        ("training/trainers/hooks/run_files.py", "tests/training/test_run_files.py"),
+        "a summary before the report",
+        "        with _pages_aside():\n",
+        '        replace_text(self.folder / SUMMARY, "{}")\n        with _pages_aside():\n',
+    ),
+    _of(
+        ("training/run_files/saved_evaluation.py", STATE),
+        "an evaluation that was changed",
+        'text_digest(text or "") == line["digest"]',
+        "True",
+    ),
+    _of(
+        ("training/run_files/whole_run.py", STATE),
+        "a remedy that does not work",
+        "if number < step and _is_whole(earlier, number, receipt):",
+        "if number < step:",
     ),
     _of(RUN, "metrics that were changed", "and all(map(_has, found, wanted)):", "and True:"),
     _of(

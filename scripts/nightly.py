@@ -3,6 +3,7 @@
 | part | what runs |
 |---|---|
 | self-test | `lockstep verify --self-test` on the packaged model, in float32 and in bfloat16, whole |
+| kill sweep | a sample of the cases of `scripts/kill_sweep.py`: commands that are killed at one of their file operations |
 | release tests | the tests marked `release`, in an order that the seed draws, until the time of this part is over |
 | mutations | the cases of `scripts/mutation_cases.py`, in an order that the seed draws, until the three hours are over |
 
@@ -146,6 +147,30 @@ def self_tests(seed: int, until: float, words: Sequence[object] = (PYTHON.parent
         return list(pool.map(one, ("float32", "bfloat16")))
 
 
+def kill_sweep(seed: int, until: float, more: Sequence[str] = ("--most", "100000")) -> list[Result]:
+    """Cases of the kill sweep in the order of the seed.
+
+    Args:
+        more: further arguments of `scripts/kill_sweep.py`.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        # The case that has begun may end.
+        seconds = max((until - start) * 0.8, 1.0)
+        words = ["--seed", seed, "--seconds", f"{seconds:.0f}", *more]
+        code = run_program([PYTHON, "scripts/kill_sweep.py", *words], until, log)
+        said = re.search(r"^(\d+) of (\d+) cases were right, of (\d+) cases", log.read_text(), re.M)
+        if code or said is None:
+            show_end(f"kill sweep: exit code {code}", log)
+        if said is None:
+            why = "NOT ENDED in its time" if code is None else f"NO VERDICTS, exit code {code}"
+            return [Result("kill sweep", 0, 0, time.monotonic() - start, said=why)]
+    right, ran, cases = map(int, said.groups())
+    why = "" if code == 0 or right < ran else f"FAILED, exit code {code}"
+    return [Result("kill sweep", ran, cases, time.monotonic() - start, ran - right, why)]
+
+
 def release_tests(seed: int, until: float, root: Path = ROOT) -> list[Result]:
     """Files with tests marked `release`, in the order of the seed. A file that does not end in time counts as not run."""
     start, pytest = time.monotonic(), [PYTHON, "-m", "pytest", "-m", "release", "-p", "no:cacheprovider"]
@@ -216,7 +241,8 @@ def mutations(seed: int, until: float, more: Sequence[str] = ()) -> list[Result]
 
 PARTS = (
     Part("self-test", 0.6, self_tests),
-    Part("release tests", 0.8, release_tests),
+    Part("kill sweep", 0.7, kill_sweep),
+    Part("release tests", 0.85, release_tests),
     Part("mutations", 1.0, mutations),
 )
 

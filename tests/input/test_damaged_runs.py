@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from safetensors.torch import load_file, save_file
 from training_words import words
 
 from lockstep.cli.main import main
+from lockstep.errors import InputError
+from lockstep.training.run_files.checkpoints import checkpoint_step, last_checkpoint
+from lockstep.training.run_files.whole_run import check_checkpoint
 
 Damage = Callable[[Path], Any]
 LAST, FIRST = "checkpoint-2", "checkpoint-1"
@@ -370,3 +375,45 @@ def test_a_damaged_run_is_one_line_or_the_same_run(
     summaries = [json.loads((run / "summary.json").read_text()) for run in (whole / "run", interrupted)]
     assert summaries[0]["eval_reward_before"] == summaries[1]["eval_reward_before"]
     assert not (interrupted.parent / "run-2").exists(), "it started over beside the run"
+
+
+def named_command(said: str) -> list[str]:
+    """The shell command at the end of a message."""
+    found = re.search(r"\b((?:mv|cp) .*)$", said)
+    assert found, said
+    return shlex.split(found[1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "verb"),
+    [
+        (filled(last("model.safetensors")), "mv"),
+        (gone(last("digests.json")), "mv"),
+        (gone(last("optimizer.pt")), "mv"),
+        (gone("receipt.jsonl"), "cp"),
+        (flipped("receipt.jsonl"), "cp"),
+        (lines("receipt.jsonl", lambda found: found[:2]), "cp"),
+    ],
+    ids=["weights", "digests", "optimizer", "no receipt", "a byte of the receipt", "a cut receipt"],
+)
+def test_the_remedy_that_a_refusal_names_works(
+    interrupted: Path, damage: Damage, verb: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage(interrupted)
+    step, receipt = checkpoint_step(interrupted / LAST), interrupted / "receipt.jsonl"
+    with pytest.raises(InputError, match="Nothing was changed") as found:
+        check_checkpoint(interrupted / LAST, step, receipt)
+    command = named_command(str(found.value))
+    assert command[0] == verb
+    subprocess.run(command, check=True)
+    good = last_checkpoint(interrupted)
+    assert good == interrupted / (FIRST if verb == "mv" else LAST)
+    check_checkpoint(good, checkpoint_step(good), receipt)
+
+
+def test_a_refusal_names_no_remedy_that_does_not_work(interrupted: Path) -> None:
+    for name in (FIRST, LAST):
+        filled(f"{name}/model.safetensors")(interrupted)
+    with pytest.raises(InputError, match="No earlier checkpoint is whole") as found:
+        check_checkpoint(interrupted / LAST, 2, interrupted / "receipt.jsonl")
+    assert not re.search(r"\b(mv|cp) ", str(found.value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lockstep.report.page.run_record import read_run
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.run_files import about_run
 from lockstep.training.run_files.whole_run import METRICS
+from lockstep.training.trainers.hooks import run_files
 from lockstep.training.trainers.hooks.run_files import RunFiles
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
@@ -86,7 +88,7 @@ def test_a_script_leaves_the_files_of_the_command_line(
     run.train()
     after = run.evaluate()
     assert names(folder) == {
-        "about.json", "after.json", "before.json", "end.json", "metrics.jsonl", "receipt.jsonl", "report.html", "rollouts",
+        ".lock", "about.json", "after.json", "before.json", "end.json", "metrics.jsonl", "receipt.jsonl", "report.html", "rollouts",
         "shown_rollouts.jsonl", "summary.json",
     }  # fmt: skip
     record = read_run(folder)
@@ -173,7 +175,7 @@ def test_the_files_can_be_switched_off_and_the_progress_bar_can_be_asked_for(
     assert LogLines not in kinds
     run.remove_callback(RunFiles)
     run.train()
-    assert names(tmp_path / "run") == {"receipt.jsonl"}
+    assert names(tmp_path / "run") == {".lock", "receipt.jsonl"}
     kinds = [type(callback) for callback in make().callback_handler.callbacks]
     assert ProgressCallback not in kinds
     assert LogLines in kinds
@@ -187,3 +189,28 @@ def test_several_evaluation_sets_are_in_the_summary_by_name(make: Callable[..., 
     assert summary["eval_hard_reward_after"] == found["eval_hard_reward"]
     assert summary["eval_easy_problems"] == 3
     assert METRICS in names(tmp_path / "run")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), KeyError("loss")])
+def test_a_run_has_its_summary_only_when_it_has_its_report(
+    make: Callable[..., GRPOTrainer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """A run with a summary is finished: the same command would begin a new one beside it."""
+    run, folder = make(max_steps=1), tmp_path / "run"
+    real = run_files.render_report
+
+    def fails(record: Any) -> str:
+        if record.end.get("ended") == "finished":
+            raise error
+        return real(record)
+
+    monkeypatch.setattr(run_files, "render_report", fails)
+    with nullcontext() if isinstance(error, KeyError) else pytest.raises(type(error)):
+        run.train()
+    # A page that cannot be made is a warning. Without the warning, the run could never end.
+    assert (folder / "summary.json").exists() == isinstance(error, KeyError)
+    monkeypatch.undo()
+    if not isinstance(error, KeyError):
+        run.files.finish()
+        assert "tokens per second" in (folder / "report.html").read_text()
+        assert (folder / "summary.json").exists()

@@ -30,8 +30,13 @@ _REPLACED = "replaced-"
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
     """Newest complete checkpoint of a run. A checkpoint is incomplete if the run was killed while it was written."""
-    complete = [path for path in _checkpoints(Path(output_dir)) if _is_complete(path)]
+    complete = complete_checkpoints(output_dir)
     return complete[-1] if complete else None
+
+
+def complete_checkpoints(output_dir: str | Path) -> list[Path]:
+    """The complete checkpoints of a run, ordered by step."""
+    return [path for path in _checkpoints(Path(output_dir)) if _is_complete(path)]
 
 
 def checkpoint_step(checkpoint: Path) -> int:

@@ -10,13 +10,15 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.files import replace_text, set_aside
+from lockstep.files import free_name, replace_text, set_aside
 from lockstep.parity.receipt import DIGESTS, RECEIPT, check_chain, lines_up_to, read_log
 from lockstep.parity.resume.checkpoint import TRAINER_STATE, check_sealed
 from lockstep.report.page.run_record import METRICS, read_lines
+from lockstep.training.run_files.checkpoints import checkpoint_step, complete_checkpoints
 
 _logger = logging.getLogger(__name__)
 
@@ -33,27 +35,56 @@ def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, An
 
     Raises:
         InputError: the receipt is missing, empty, cut or changed; a file of the checkpoint is missing, changed, or foreign; or the
-            checkpoint holds only the model.
+            checkpoint holds only the model. The message has the remedy that loses the least.
     """
     what = f"the run in {checkpoint.parent} cannot go on: "
-    now = "Nothing was changed. Put a good copy back, or give another output_dir to start from the beginning"
     if not any((checkpoint / name).exists() for name in (DIGESTS, "optimizer.pt")):
         raise InputError(
             f"{what}{checkpoint.name} holds only the model (save_only_model), and no optimizer state. Nothing was changed. Give "
             "the checkpoint as the model of a new run, with another output_dir"
         )
-    kept = lines_up_to(_lines(receipt, what, now), step)
     try:
-        check_chain(kept)
-        entries = [json.loads(line) for line in kept]
-        before = _before_checkpoint(entries, step)
-        if before is None:
-            raise InputError(f"{RECEIPT} does not reach {checkpoint.name}: lines were removed or replaced")
-        check_sealed(checkpoint, entries[len(before)]["digests"])
+        return _checked(checkpoint, step, receipt)
     except InputError as error:
-        raise InputError(f"{what}{error}. {now}") from error
+        raise InputError(f"{what}{error}. Nothing was changed. {_remedy(checkpoint, step, receipt)}") from error
+
+
+def _checked(checkpoint: Path, step: int, receipt: Path) -> dict[str, Any]:
+    kept = lines_up_to(_lines(receipt), step)
+    check_chain(kept)
+    entries = [json.loads(line) for line in kept]
+    before = _before_checkpoint(entries, step)
+    if before is None:
+        raise InputError(f"{RECEIPT} does not reach {checkpoint.name}: lines were removed or replaced")
+    check_sealed(checkpoint, entries[len(before)]["digests"])
     # A start after it is of an attempt that was refused or killed before it had a checkpoint of its own.
     return next(entry for entry in reversed(before) if entry["kind"] == "start")
+
+
+def _remedy(checkpoint: Path, step: int, receipt: Path) -> str:
+    """What the user can do about a checkpoint that is refused, so that the least is lost."""
+    copy = checkpoint / RECEIPT
+    if copy != receipt and _is_whole(checkpoint, step, copy):
+        return f"The checkpoint has a copy of the receipt: cp {quote(str(copy))} {quote(str(receipt))}"
+    for earlier in reversed(complete_checkpoints(checkpoint.parent)):
+        number = checkpoint_step(earlier)
+        if number < step and _is_whole(earlier, number, receipt):
+            aside = free_name(checkpoint.with_name(f"damaged-{checkpoint.name}"))
+            return (
+                f"Put a good copy back, or move it away to go on from {earlier.name}: "
+                f"mv {quote(str(checkpoint))} {quote(str(aside))}"
+            )
+    return (
+        "No earlier checkpoint is whole. Put a good copy back, or give another output_dir to start from the beginning"
+    )
+
+
+def _is_whole(checkpoint: Path, step: int, receipt: Path) -> bool:
+    try:
+        _checked(checkpoint, step, receipt)
+    except (InputError, OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
 
 
 def optimizer_lines(receipt: Path, step: int) -> list[dict[str, Any]]:
@@ -105,11 +136,11 @@ def _step(entry: Mapping[str, Any]) -> int:
     return step if isinstance(step, int) else -1
 
 
-def _lines(path: Path, what: str, now: str) -> list[str]:
+def _lines(path: Path) -> list[str]:
     try:
         lines = read_log(path)
     except OSError as error:
-        raise InputError(f"{what}{path.name} of {path.parent.name} cannot be read ({error.strerror}). {now}") from error
+        raise InputError(f"{path.name} of {path.parent.name} cannot be read ({error.strerror})") from error
     if not lines:
-        raise InputError(f"{what}{path.name} of {path.parent.name} is empty. {now}")
+        raise InputError(f"{path.name} of {path.parent.name} is empty")
     return lines

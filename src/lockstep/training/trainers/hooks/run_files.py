@@ -46,6 +46,15 @@ _SHARE_OF_TIME = 0.01
 UNASKED = "nobody has asked for it"
 
 
+@contextmanager
+def _pages_aside(*more: type[Exception]) -> Iterator[None]:
+    """A fault of the page is a warning: no run fails because of it."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, *more) as error:
+        _logger.warning("report.html could not be written (%s: %s)", type(error).__name__, error)
+
+
 class RunFiles(TrainerCallback):
     """The files of a run, on the rank that holds the engine.
 
@@ -177,7 +186,8 @@ class RunFiles(TrainerCallback):
             run.metrics, run.receipt, run.before and run.before["metrics"], run.after and run.after["metrics"],
             time.monotonic() - self._began,
         )  # fmt: skip
-        replace_text(self.folder / REPORT, render_report(replace(run, summary=summary)))
+        with _pages_aside():
+            replace_text(self.folder / REPORT, render_report(replace(run, summary=summary)))
         # The last file of a run. A run that was killed before it has not finished, and the same command goes on with it.
         replace_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
         return summary
@@ -232,11 +242,9 @@ class RunFiles(TrainerCallback):
     def _write_now_and_then(self) -> None:
         if self._took > _SHARE_OF_TIME * (time.monotonic() - self._written):
             return
-        try:
+        # The training continues without the page, also where the disk is full.
+        with _pages_aside(OSError):
             self.write_report()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            # The training continues without the page.
-            _logger.warning("report.html could not be written (%s: %s)", type(error).__name__, error)
 
     # ---- rollouts ---------------------------------------------------------------------------------------------------
 
