@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError, names_path
+from lockstep.secret import without_secrets
 
 RECEIPT = "receipt.jsonl"
 # A file in each checkpoint: digests of its content. The receipt has the digest of this file.
@@ -51,8 +52,8 @@ class Receipt:
                 self._last = self.entries[-1]["hash"]
 
     def append(self, entry: dict[str, Any]) -> None:
-        """Write one entry and flush it."""
-        body = {**entry, "previous": self._last}
+        """Write one entry without its secrets, and flush it."""
+        body = {**without_secrets(entry, by_name=False), "previous": self._last}
         own = _hash(body)
         with names_path(self._path), self._path.open("a") as file:
             file.write(json.dumps({**body, "hash": own}) + "\n")

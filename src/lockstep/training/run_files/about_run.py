@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lockstep.secret import without_secrets
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.run_identity import curve_settings, is_bookkeeping
 
@@ -28,7 +29,7 @@ def about_run(
     rows: Mapping[str, int],
     data: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What `about.json` has, in JSON types. Fields that hold a secret token are left out.
+    """What `about.json` has, in JSON types, without secrets.
 
     Args:
         engine: settings that the engine reports.
@@ -39,8 +40,8 @@ def about_run(
     return {
         "name": config.run_name or "",
         "method": method,
-        "model": model,
-        "engine": {name: str(value) for name, value in engine.items()},
+        "model": without_secrets(model),
+        "engine": {name: str(value) for name, value in without_secrets(engine).items()},
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": dict(rows),
         "data": dict(data),

@@ -23,6 +23,7 @@ from lockstep.parity.receipt import lines_up_to, replace_text
 from lockstep.report.page.report import render_report
 from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SHOWN, SUMMARY, read_run
 from lockstep.report.summary import summarise
+from lockstep.secret import masked
 from lockstep.training.run_files.about_run import about_run
 from lockstep.training.run_files.rollout_files import keep_rollouts, remove_after
 from lockstep.training.run_files.saved_evaluation import save_evaluation
@@ -174,9 +175,10 @@ class RunFiles(TrainerCallback):
         if isinstance(error, KeyboardInterrupt):
             self._end({"ended": "interrupted", "signal": self.interrupted_by or "SIGINT"})
             return
-        found = {"ended": "failed", "error": type(error).__name__, "message": str(error)}
+        found = {"ended": "failed", "error": type(error).__name__, "message": masked(str(error))}
         if isinstance(error, ProofError):
-            found |= {"check": error.check, "found": error.found, "cause": error.cause, "fix": error.fix}
+            parts = {"check": error.check, "found": error.found, "cause": error.cause, "fix": error.fix}
+            found |= {name: masked(text) for name, text in parts.items()}
         self._end(found, report=False)
         with suppress(OSError):
             self._keep_generation(failed=isinstance(error, ProofError))
