@@ -18,6 +18,7 @@ from lockstep.cli.fields.inputs import check_inputs
 from lockstep.cli.process.loading import load_config
 from lockstep.errors import InputError
 from lockstep.report.busy import busy, watched_by
+from lockstep.report.say import say
 
 
 @dataclass
@@ -77,7 +78,7 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
     lines = [json.dumps(line, ensure_ascii=False, default=kind_in_json) for group in groups for line in lines_of(group)]
     Path(arguments.rollouts_file).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     count = sum(len(group.rollouts) for group in groups)
-    print(f"lockstep gateway: {count} rollouts of {len(groups)} prompts are in {arguments.rollouts_file}", flush=True)
+    say(f"lockstep gateway: {count} rollouts of {len(groups)} prompts are in {arguments.rollouts_file}", flush=True)
     return 0
 
 

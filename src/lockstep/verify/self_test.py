@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from lockstep.errors import Interrupted, LockstepError, ProofError
 from lockstep.parity.logprobs.gap import PooledGap
+from lockstep.report.terminal import Terminal
 from lockstep.verify.draw_checks import many_draws
 from lockstep.verify.faults import (
     adapters,
@@ -345,7 +345,7 @@ def _in_a_run(way: Way, stage: Stage, fault: Fault, injection: _Injection) -> Ve
         return replace(verdict, tokens=counted(), steps=stage.version - way.clean, moved=moved)
 
 
-def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) -> int:
+def print_verdicts(verdicts: list[Verdict], console: Terminal, file: str | None) -> int:
     """Print the table and "N injected, N caught", and write the JSON file. Returns the exit code."""
     table = Table(box=None, pad_edge=False)
     for name in ("fault", "injected", "caught by", "after"):

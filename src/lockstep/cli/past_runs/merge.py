@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
+from lockstep.report.say import say
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -43,7 +44,7 @@ def run(words: list[str]) -> int:
         with busy(f"writing {folder}"):
             model.merge_and_unload().save_pretrained(folder)
             AutoTokenizer.from_pretrained(adapter).save_pretrained(folder)
-    print(f"the merged model is in {folder}")
+    say(f"the merged model is in {folder}")
     return 0
 
 
