@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, writing
 from lockstep.report.busy import busy
 
 PACKAGED_MODEL = "smollm2-135m-instruct"
@@ -122,8 +122,9 @@ def _convert(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
-        model.save_pretrained(staging)
-        AutoTokenizer.from_pretrained(source, gguf_file=_GGUF).save_pretrained(staging)
+        with writing("the packaged model", target.parent, lambda: "make room, or set XDG_CACHE_HOME to another disk"):
+            model.save_pretrained(staging)
+            AutoTokenizer.from_pretrained(source, gguf_file=_GGUF).save_pretrained(staging)
         # Another process may have finished first. Its directory has the same content.
         if not target.exists():
             staging.rename(target)

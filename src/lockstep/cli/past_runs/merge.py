@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cli.words import WordParser
-from lockstep.errors import InputError
+from lockstep.errors import InputError, writing
 from lockstep.report.say import say
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -41,7 +41,10 @@ def run(words: list[str]) -> int:
             from lockstep.models.resolve import resolve_model
         with busy(f"loading {base}"):
             model: Any = PeftModel.from_pretrained(load_policy(resolve_model(base)), str(adapter))
-        with busy(f"writing {folder}"):
+        with (
+            busy(f"writing {folder}"),
+            writing("the merged model", folder, lambda: "make room, and remove that folder"),
+        ):
             model.merge_and_unload().save_pretrained(folder)
             AutoTokenizer.from_pretrained(adapter).save_pretrained(folder)
     say(f"the merged model is in {folder}")

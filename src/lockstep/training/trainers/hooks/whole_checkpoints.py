@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, LockstepError, writing
 from lockstep.models.adapters import is_adapted
 from lockstep.models.policy import BAD_FILES, first_line
 from lockstep.parity.receipt import RECEIPT
@@ -142,7 +142,10 @@ class WholeCheckpoints(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model for `from_pretrained`. Where it is sharded, every rank calls, and the owner collects the weights."""
         if self.ranks.passes is None:
-            super().save_model(output_dir, _internal_call)
+            # A save of a checkpoint has more to say (`guarded_save`).
+            folder = Path(output_dir or self.args.output_dir or ".")
+            with nullcontext() if _internal_call else writing("the model", folder):
+                super().save_model(output_dir, _internal_call)
         elif not _internal_call:
             self.ranks.on_owner("export", lambda: super(WholeCheckpoints, self).save_model(output_dir))
         elif self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
