@@ -38,7 +38,7 @@ def about_run(
     """
     settings = curve_settings(config)
     return {
-        "name": config.run_name or "",
+        "name": without_secrets(config.run_name or ""),
         "method": method,
         "model": without_secrets(model),
         "engine": {name: str(value) for name, value in without_secrets(engine).items()},
