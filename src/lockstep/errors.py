@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os import PathLike, fspath
+from pathlib import Path
 
 
 class LockstepError(RuntimeError):
@@ -77,3 +79,35 @@ def names_path(path: PathLike[str]) -> Iterator[None]:
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, fspath(path)) from error
         raise
+
+
+@contextmanager
+def writing(what: str, folder: PathLike[str], otherwise: Callable[[], str] = str) -> Iterator[None]:
+    """Within the block, libraries write files. Whatever they raise if they cannot is one error, of one line.
+
+    Python's files, safetensors, tokenizers and torch raise four different kinds when a disk is full: tokenizers a bare `Exception`,
+    torch a `RuntimeError` that names no file.
+
+    Args:
+        what: what is written.
+        folder: the directory that it is written to. It need not exist.
+        otherwise: returns what else the reader should know, as a part of a sentence; empty: nothing.
+
+    Raises:
+        LockstepError: the files cannot be written, usually because the disk is full.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except LockstepError:
+        # A failed proof, or another rank that has failed. It says itself what to do.
+        raise
+    except Exception as error:
+        if type(error) is not Exception and not isinstance(error, OSError | SafetensorError | RuntimeError):
+            raise
+        place = next(place for place in (Path(folder), *Path(folder).absolute().parents) if place.exists())
+        free = shutil.disk_usage(place).free / 2**30
+        why = " ".join(str(error).partition("\nframe #")[0].split())
+        more = "".join(f"; {text}" for text in [otherwise()] if text)
+        raise LockstepError(f"{what} could not be written ({free:.1f} GiB free in {folder}): {why}{more}") from error

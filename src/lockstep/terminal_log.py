@@ -11,6 +11,9 @@ from __future__ import annotations
 import logging
 import sys
 
+from lockstep.secret import masked
+from lockstep.visible import visible
+
 _ABOUT_SETTINGS = ("lockstep.training.config.", "lockstep.training.methods.")
 # Programs that read TRL's logs find its words here (CONTRIBUTING.md). The logger is not a child of `trl`, which does not
 # propagate once TRL is imported, and not of `lockstep`, whose lines are printed. Without a handler, Python would print the
@@ -28,8 +31,11 @@ class TerminalHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.name.startswith(_ABOUT_SETTINGS) else sys.stdout
         try:
-            stream.write(_FORM.format(record) + "\n")
+            stream.write(visible(masked(_FORM.format(record))) + "\n")
             stream.flush()
+        except OSError:
+            # Nobody reads the terminal any more.
+            return
         except Exception:  # noqa: BLE001  as in logging's own handlers: a closed terminal must not end a run
             self.handleError(record)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -305,6 +307,89 @@ def test_hostile_text_stays_text_everywhere() -> None:
         assert HOSTILE in found.text
         assert "<script" not in page
         assert "<img" not in page
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all values that are no mapping and no list, and of one key of each mapping."""
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(min(len(value), 2)):
+            yield from leaves(value[key], (*path, key))
+    else:
+        yield path
+
+
+def written_run(folder: Path, path: tuple[Any, ...], text: str) -> Path:
+    """A run's directory in which the value at a path, whose first part is the name of a file, is a text."""
+    good = record(end=FAILED)
+    alarm = {"kind": "alarm", "step": 1, "text": "t"}
+    unproven = {"kind": "unproven", "step": 1, "proof": "p", "why": "w"}
+    files: dict[str, Any] = {
+        "about.json": good.about, "end.json": good.end, "summary.json": good.summary, "before.json": good.before,
+        "after.json": good.after, "metrics.jsonl": good.metrics, "receipt.jsonl": [*good.receipt, alarm, unproven],
+        "shown_rollouts.jsonl": [{**good.shown[0], "failed": True}],
+    }  # fmt: skip
+    place: Any = (files := copy.deepcopy(files))
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = text
+    for name, content in files.items():
+        lines = content if name.endswith("l") else [content]
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "report.html").unlink(missing_ok=True)
+    return folder
+
+
+def places_of_a_run(folder: Path) -> list[tuple[Any, ...]]:
+    """The paths of all values of a run's files."""
+    written_run(folder, ("about.json", "name"), "some name")
+    found = []
+    for path in sorted(folder.glob("*.json*")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        found += leaves(lines if path.suffix == ".jsonl" else lines[0], (path.name,))
+    return found
+
+
+@pytest.mark.parametrize(
+    "is_chosen",
+    [
+        pytest.param(lambda path: path[-1] == "step" or path[0] == "shown_rollouts.jsonl", id="steps and rollouts"),
+        pytest.param(lambda path: True, id="all", marks=pytest.mark.release),
+    ],
+)
+def test_no_value_of_a_strangers_run_is_obeyed(
+    is_chosen: Callable[[tuple[Any, ...]], bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Values of its files are replaced by a text with tags, one at a time: the page shows it, or the command refuses it."""
+    shown = refused = 0
+    for path in filter(is_chosen, places_of_a_run(tmp_path)):
+        code = main(["report", str(written_run(tmp_path, path, HOSTILE))])
+        said = capsys.readouterr().err
+        if code:
+            assert code == 2, (path, said)
+            assert "of another kind than Lockstep writes" in said, path
+            refused += 1
+            continue
+        page = (tmp_path / "report.html").read_text()
+        text = checked(page).text
+        assert "<script" not in page, path
+        assert "<img" not in page, path
+        shown += HOSTILE in text
+    assert shown >= 5
+    assert refused >= 5
+
+
+def test_the_step_of_a_strangers_run_is_no_markup() -> None:
+    refresh = "<meta http-equiv=refresh content='0;url=http://evil.example'>"
+    page = render_report(record(shown=[{**shown(1), "step": refresh}, shown(3)]))
+    assert refresh not in page
+    assert "&lt;meta http-equiv=refresh" in page
+
+
+def test_a_page_shows_controls_and_marks_directions() -> None:
+    page = render_report(record("a\x1b[2J\u202eb\u200bc\ud800 👩\u200d💻 می\u200cخواهم"))
+    page.encode()
+    assert not {"\x1b", "\u202e", "\u200b", "\ud800"} & set(page)
+    assert "a\\x1b[2J\\u202eb\\u200bc\\ud800 👩\u200d💻 می\u200cخواهم" in page
 
 
 def test_a_page_of_a_long_run_with_long_rollouts_is_below_a_megabyte() -> None:

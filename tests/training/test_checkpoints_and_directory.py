@@ -5,15 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+import resource
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
+from tiny import make_model, make_tokenizer
 
 from lockstep import GRPOConfig
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, LockstepError, writing
 from lockstep.parity.receipt import RECEIPT, Receipt
 from lockstep.parity.resume.checkpoint import seal
 from lockstep.training.run_files import run_directory
@@ -95,6 +100,51 @@ def test_a_failed_save_leaves_nothing_of_itself_and_names_the_last_good_one(tmp_
     assert not (tmp_path / "checkpoint-10").exists()
     assert not list((tmp_path / UNFINISHED).rglob("*.*"))
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Within the block no file of this process can have more than two thousand bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    # A bare Exception.
+    "tokenizers": lambda folder: make_tokenizer().save_pretrained(folder),
+    # SafetensorError.
+    "safetensors": lambda folder: make_model().save_pretrained(folder),
+    # RuntimeError of several lines, which names no file.
+    "torch": lambda folder: torch.save({"state": torch.zeros(5000)}, folder / "optimizer.pt"),
+    # OSError.
+    "text": lambda folder: (folder / "vocab.txt").write_text("word\n" * 1000),
+    "arrow": lambda folder: pq.write_table(pa.table({"text": [f"{n:050}" for n in range(999)]}), folder / "x.parquet"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_whatever_a_library_raises_on_a_full_disk_is_one_line(name: str, tmp_path: Path) -> None:
+    checkpoint(tmp_path, 5)
+    staging_place(tmp_path / "checkpoint-10").mkdir(parents=True)
+    with (
+        pytest.raises(LockstepError, match=r"^checkpoint-10 could not be written \(.* GiB free in .*\): .*") as found,
+        guarded_save(tmp_path, 10),
+        full_disk(),
+    ):
+        WRITERS[name](staging_place(tmp_path / "checkpoint-10"))
+    assert str(found.value).endswith("checkpoint-5. Make room and start the same command again")
+    assert "\n" not in str(found.value)
+    assert not (tmp_path / "checkpoint-10").exists()
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TypeError("x"), AssertionError("x"), KeyboardInterrupt()])
+def test_a_fault_of_a_program_is_no_full_disk(error: BaseException, tmp_path: Path) -> None:
+    with pytest.raises(type(error)), writing("the model", tmp_path):
+        raise error
 
 
 def test_an_interrupted_run_goes_on_only_with_the_same_settings(tmp_path: Path) -> None:

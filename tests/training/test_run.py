@@ -178,15 +178,29 @@ def test_a_full_disk_is_one_error_and_keeps_the_last_good_checkpoint(home: Path,
     assert steps(home / "full") == [1, 2, 3, 4]
 
 
-def test_a_run_that_only_lacks_its_last_evaluation_takes_no_further_step(home: Path, untied_dir: str) -> None:
-    words = command(home, untied_dir, "nearly", use_vllm=False, max_steps=2)
-    assert main(words) == 0
+def test_a_run_that_only_lacks_its_last_evaluation_takes_no_further_step(
+    home: Path, untied_dir: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def words_with(secret: str) -> list[str]:
+        tokens = {"hub_token": f"hub{secret}", "model_init_kwargs": json.dumps({"token": f"nested{secret}"})}
+        name = f"https://me:{secret}@host/name"
+        fields = {"use_vllm": False, "max_steps": 2, "report_to": "tensorboard", "run_name": name}
+        return command(home, untied_dir, "nearly", **fields, **tokens)
+
+    assert main(words_with("s3cretOne")) == 0
     whole = curve(home / "nearly")
     # The directory looks as if the run was killed between the last checkpoint and the summary.
     (home / "nearly" / "summary.json").unlink()
-    assert main(words) == 0
+    # A token is no setting of a run: it goes on with another one.
+    assert main(words_with("s3cretTwo")) == 0
     assert json.loads((home / "nearly" / "summary.json").read_text())["steps"] == 2
     assert curve(home / "nearly") == whole
+    files = [path for path in (home / "nearly").rglob("*") if path.is_file()]
+    assert {"training_args.bin", "run.json", "about.json", "receipt.jsonl", "report.html"} <= {
+        path.name for path in files
+    }
+    assert not [path for path in files if b"s3cret" in path.read_bytes()]
+    assert "s3cret" not in "".join(capfd.readouterr())
 
 
 def test_several_updates_a_generation_run_through_the_command_line(home: Path, untied_dir: str) -> None:

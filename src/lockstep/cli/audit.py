@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
 from lockstep.files import replace_text
+from lockstep.report.say import say
 
 if TYPE_CHECKING:
     from lockstep.audit.dumps import AuditedRollout
@@ -86,9 +87,9 @@ def run(words: list[str]) -> int:
         suspects = Suspects(model, tokenizer, stated, earlier)
         findings = audit(rollouts, suspects, tolerance(engine, model.dtype), Precision(), served)
     for finding in findings:
-        print(f"{finding.verdict:<11}{finding.about:<11}{finding.says}")
+        say(f"{finding.verdict:<11}{finding.about:<11}{finding.says}")
         if finding.remedy and finding.verdict == DIFFER:
-            print(f"{'':<22}→ {finding.remedy}")
+            say(f"{'':<22}→ {finding.remedy}")
     if asked.json:
         replace_text(asked.json, json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
     return int(any(finding.verdict == DIFFER for finding in findings))

@@ -11,6 +11,7 @@ import shlex
 from lockstep.cli.fields.description import fields_of
 from lockstep.cli.fields.recipes import recipe_names
 from lockstep.cli.words import WordParser
+from lockstep.report.say import say
 from lockstep.training.config.fields.trl import ONE_VALUE, UNSUPPORTED, WITHOUT_EFFECT
 
 # Commands without fields, with their options.
@@ -55,7 +56,7 @@ def run(words: list[str]) -> int:
     parser = WordParser(prog="lockstep completion", description=__doc__)
     parser.add_argument("shell", choices=("bash", "zsh"))
     shell = parser.parse_args(words).shell
-    print((_ZSH if shell == "zsh" else "") + script(), end="")
+    say((_ZSH if shell == "zsh" else "") + script(), end="")
     return 0
 
 

@@ -19,6 +19,7 @@ from lockstep.cli.process.loading import load_config
 from lockstep.errors import InputError
 from lockstep.files import replace_text
 from lockstep.report.busy import busy, watched_by
+from lockstep.report.say import say
 
 
 @dataclass
@@ -78,7 +79,7 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
     lines = [json.dumps(line, ensure_ascii=False, default=kind_in_json) for group in groups for line in lines_of(group)]
     replace_text(Path(arguments.rollouts_file), "".join(f"{line}\n" for line in lines))
     count = sum(len(group.rollouts) for group in groups)
-    print(f"lockstep gateway: {count} rollouts of {len(groups)} prompts are in {arguments.rollouts_file}", flush=True)
+    say(f"lockstep gateway: {count} rollouts of {len(groups)} prompts are in {arguments.rollouts_file}", flush=True)
     return 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
 from lockstep.files import replace_text
+from lockstep.report.say import say
 
 CONFIG, REWARDS = "config.yaml", "rewards.py"
 
@@ -99,8 +100,8 @@ def run(words: list[str]) -> int:
         replace_text(rewards, _REWARDS.format(config=config, rewards=rewards))
     except OSError as error:
         raise InputError(f"folder {folder} cannot be used: {error}") from error
-    print(f"wrote {config} and {rewards}. They run as they are:")
-    print(f"  lockstep grpo --config {config} --dry_run      every field with its value")
-    print(f"  lockstep verify --config {config}              does the trainer agree with the engine on this model?")
-    print(f"  lockstep grpo --config {config}                train")
+    say(f"wrote {config} and {rewards}. They run as they are:")
+    say(f"  lockstep grpo --config {config} --dry_run      every field with its value")
+    say(f"  lockstep verify --config {config}              does the trainer agree with the engine on this model?")
+    say(f"  lockstep grpo --config {config}                train")
     return 0

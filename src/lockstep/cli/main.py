@@ -18,8 +18,10 @@ from lockstep.cli.fields.description import asks_for_help, help_text, underscore
 from lockstep.cli.process.ending import EndAtOnce
 from lockstep.cli.process.guard import split_in_two
 from lockstep.cli.process.malloc import start_anew_with_tunables
+from lockstep.cli.process.streams import code_of, open_streams
 from lockstep.errors import InputError, Interrupted, LockstepError
 from lockstep.private_caches import use_private_caches
+from lockstep.report.say import complain, say
 
 _TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
 COMMANDS = {
@@ -43,6 +45,8 @@ COMMANDS = {
 }
 # The modules of commands that stand in a room of their own.
 _WHERE = {name: f"past_runs.{name}" for name in ("compare", "rollouts", "merge", "evaluate", "report")}
+# What they make lies in files. The lines of the others are their result.
+_MAKES_FILES = (*_TRAINING, "demo", "serve", "gateway", "init", "report", "merge")
 # They have few arguments and no fields.
 _LIGHT = ("init", "report", "compare", "rollouts", "completion")
 _WITH_OWN_HELP = ("serve", "merge", "audit", *_LIGHT)
@@ -91,37 +95,28 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # PEFT imports bitsandbytes if it is installed. On a CPU with AVX-512 it then warns about missing inference kernels.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    _print_anything()
-    words = sys.argv[1:] if argv is None else argv
-    if not words:
-        print(_FIRST_PAGE.format(version=lockstep.__version__), end="")
-        return 0
-    if words[0] in ("-h", "--help"):
-        print(_USAGE.format(commands="\n".join(f"  {name:<14}{about}" for name, about in COMMANDS.items())), end="")
-        return 0
-    if words[0] in ("-V", "--version"):
-        print(f"lockstep {lockstep.__version__}")
-        return 0
-    if words[0] not in COMMANDS:
-        print(f"lockstep: {_no_command(words[0])}", file=sys.stderr)
-        return 2
+    if argv is not None:
+        _print_anything()
+        return _main(argv, is_process=False)
+    words = sys.argv[1:]
     given = [underscored(word) for word in words[1:]]
-    if words[0] == "demo":
-        if asks_for_help(given):
-            print(_DEMO_HELP, end="")
-            return 0
-        words = [*_DEMO, *words[1:]]
-    if words[0] not in _WITH_OWN_HELP and asks_for_help(given):
-        print(help_text(words[0], COMMANDS[words[0]], given), end="")
-        return 0
-    if argv is None and words[0] not in _LIGHT:
+    ending = None
+    if words and words[0] in COMMANDS and words[0] not in _LIGHT and not asks_for_help(given):
         start_anew_with_tunables()
-        if words[0] in _TRAINING:
-            split_in_two()
         ending = EndAtOnce()
-        ending.code = _guarded(lambda: _run(words[0], words[1:]))
-        return ending.code
-    return _guarded(lambda: _run(words[0], words[1:]))
+    trains = bool(words) and words[0] in (*_TRAINING, "demo") and "--dry_run" not in given
+    open_streams("the run goes on, and its figures are in metrics.jsonl of its directory" if trains else "")
+    try:
+        code = _main(words, is_process=True)
+    except SystemExit as stop:
+        # argparse ends the program after it has printed a help text.
+        if not isinstance(stop.code, int | None):
+            raise
+        code = stop.code or 0
+    code = code_of(code, is_result=not words or words[0] not in _MAKES_FILES or "--dry_run" in given)
+    if ending is not None:
+        ending.code = code
+    return code
 
 
 def _print_anything() -> None:
@@ -129,6 +124,33 @@ def _print_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def _main(words: list[str], *, is_process: bool) -> int:
+    if not words:
+        say(_FIRST_PAGE.format(version=lockstep.__version__), end="")
+        return 0
+    if words[0] in ("-h", "--help"):
+        say(_USAGE.format(commands="\n".join(f"  {name:<14}{about}" for name, about in COMMANDS.items())), end="")
+        return 0
+    if words[0] in ("-V", "--version"):
+        say(f"lockstep {lockstep.__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        complain(f"lockstep: {_no_command(words[0])}")
+        return 2
+    given = [underscored(word) for word in words[1:]]
+    if words[0] == "demo":
+        if asks_for_help(given):
+            say(_DEMO_HELP, end="")
+            return 0
+        words = [*_DEMO, *words[1:]]
+    if words[0] not in _WITH_OWN_HELP and asks_for_help(given):
+        say(help_text(words[0], COMMANDS[words[0]], given), end="")
+        return 0
+    if is_process and words[0] in _TRAINING:
+        split_in_two()
+    return _guarded(lambda: _run(words[0], words[1:]))
 
 
 def _run(command: str, words: list[str]) -> int:
@@ -150,20 +172,20 @@ def _guarded(command: Callable[[], int]) -> int:
     try:
         return command()
     except Interrupted as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        complain(f"lockstep: {error}")
         return error.exit_code
     except KeyboardInterrupt:
-        print("lockstep: stopped at once", file=sys.stderr)
+        complain("lockstep: stopped at once")
         return 130
     except InputError as error:
         # Messages of other libraries may have several lines.
-        print(f"lockstep: {' '.join(str(error).split())}", file=sys.stderr)
+        complain(f"lockstep: {' '.join(str(error).split())}")
         return 2
     except LockstepError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        complain(f"lockstep: {error}")
         return 1
     except OSError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        complain(f"lockstep: {error}")
         return 1
 
 

@@ -14,6 +14,8 @@ from lockstep.cli.fields.inputs import check_model
 from lockstep.cli.process.quiet import quiet_libraries
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
+from lockstep.report.say import complain, say
+from lockstep.secret import masked
 from lockstep.training.config.checks import CONTEXT, COUNT, PORT, SHARE, check_bounds
 
 _EPILOG = "Any other argument goes to vLLM's server as it is (vllm serve --help lists them)."
@@ -66,7 +68,7 @@ def run(words: list[str]) -> int:
     )
     command = command_line(options)
     if arguments.dry_run:
-        print(" ".join(command))
+        say(masked(" ".join(command)))
         return 0
     check_file_limit()
     said = False
@@ -201,4 +203,4 @@ def _shown(work: str) -> ExitStack:
 
 
 def _say(line: str) -> None:
-    print(f"lockstep serve: {line}", file=sys.stderr, flush=True)
+    complain(f"lockstep serve: {line}")

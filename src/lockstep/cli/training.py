@@ -17,6 +17,7 @@ from lockstep.cli.process.loading import load_config
 from lockstep.collector import collector_off
 from lockstep.errors import InputError
 from lockstep.report.busy import busy, watched_by
+from lockstep.report.say import say
 
 # The trainer class of each command.
 TRAINERS = {
@@ -44,13 +45,12 @@ def train(command: str, words: list[str]) -> int:
     check_sizes(about)
     if not given.dry_run:
         check_inputs(about)
-    from rich.console import Console
-
     from lockstep.report.status import StatusLine
+    from lockstep.report.terminal import Terminal
 
     # Only rank 0 prints. The output of a dry run is a config file and nothing else.
     speaks = os.environ.get("RANK", "0") == "0" and not given.dry_run
-    with libraries_aside() as log, watched_by(StatusLine(Console())) if speaks else nullcontext():
+    with libraries_aside() as log, watched_by(StatusLine(Terminal())) if speaks else nullcontext():
         return _run(given, command, log)
 
 
@@ -65,7 +65,7 @@ def _run(given: Given, command: str, log: LibraryLog) -> int:
         from lockstep.cli.process.estimate import estimated_seconds, product_rate, said
 
         rate = product_rate(torch.bfloat16 if config.bf16 else torch.float32)
-        print(said(estimated_seconds(max(config.max_steps, 0), arguments.eval_size, rate)), flush=True)
+        say(said(estimated_seconds(max(config.max_steps, 0), arguments.eval_size, rate)), flush=True)
     try:
         with run_to_its_end():
             return _train(_trainer_class(command), arguments, config, log, given)
@@ -107,9 +107,9 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, log: LibraryL
     with open_run_together(ranks, config.output_dir, settings) as place:
         moved = log.move_to(place.folder)
         if ranks.owner:
-            print(f"notes and warnings of libraries go to {moved}", flush=True)
+            say(f"notes and warnings of libraries go to {moved}", flush=True)
         if place.checkpoint and ranks.owner:
-            print(f"going on from {place.checkpoint}", flush=True)
+            say(f"going on from {place.checkpoint}", flush=True)
         finished = run_method(
             kind,
             config,
@@ -125,7 +125,7 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, log: LibraryL
         _show(finished)
         evaluated = data.evaluation is not None and kind.method == "GRPO"
         for line in next_lines(place.folder, adapter=arguments.use_peft, typed=given.typed if evaluated else None):
-            print(line)
+            say(line)
     return 0
 
 
@@ -162,7 +162,7 @@ def _leave_ranks() -> None:
 def _show(finished: Any) -> None:
     from lockstep.report.summary import summary_lines
 
-    print()
+    say()
     for line in summary_lines(finished.summary):
-        print(line)
-    print(f"report           {finished.report}")
+        say(line)
+    say(f"report           {finished.report}")

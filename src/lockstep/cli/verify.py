@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from lockstep.cli.process.library_log import libraries_aside
 from lockstep.cli.process.quiet import quiet_libraries
 from lockstep.errors import InputError, ProofError
 from lockstep.report.busy import busy, watched_by
+from lockstep.report.say import complain, say
 from lockstep.verify.sizes import SIZES
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def run(words: list[str]) -> int:
         if asked.explain is not None:
             from lockstep.verify.explain import explain_run
 
-            print(explain_run(Path(asked.explain)))
+            say(explain_run(Path(asked.explain)))
             return 0
         _check_asked(asked, given.values)
     from lockstep.report.status import StatusLine
@@ -75,7 +75,7 @@ def run(words: list[str]) -> int:
 
         arguments, config = build(given, StageConfig, VerifyArguments)
     if given.dry_run:
-        print(resolved(arguments, config), end="")
+        say(resolved(arguments, config), end="")
         return 0
 
     def config_with(changes: Mapping[str, int | float]) -> Any:
@@ -102,9 +102,8 @@ def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:
 
 
 def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapping[str, int | float]], Any]) -> int:
-    from rich.console import Console
-
     from lockstep.models.resolve import resolve_model
+    from lockstep.report.terminal import Terminal
     from lockstep.verify.rows import Row, print_rows, write_json
     from lockstep.verify.run import CHECKS, PICTURE_CHECKS, failed_row, recover, run_checks
     from lockstep.verify.self_test import (
@@ -133,7 +132,7 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
             "the self-test injects faults into a model in this process; leave vllm_tensor_parallel_size out"
         )
     resolve_model(name)
-    console = Console()
+    console = Terminal()
     rows: list[Row] = []
     verdicts: list[Verdict] = []
 
@@ -223,7 +222,7 @@ def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) ->
     try:
         return stack.enter_context(open_stage(name, config, plain=arguments.plain_prompts, pictures=True))
     except InputError as error:
-        print(f"lockstep: pictures are not verified: {error}", file=sys.stderr, flush=True)
+        complain(f"lockstep: pictures are not verified: {error}")
         return None
 
 
@@ -247,7 +246,7 @@ def _adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterat
                 open_stage(name, config, _prompts(arguments), plain=arguments.plain_prompts, peft_config=adapter)
             )
         except InputError as error:
-            print(f"lockstep: adapters are not verified: {error}", file=sys.stderr, flush=True)
+            complain(f"lockstep: adapters are not verified: {error}")
             yield None
         else:
             yield stage
@@ -261,9 +260,9 @@ def _check_receipt(path: Path) -> int:
     try:
         lines = check_receipt(path)
     except InputError as error:
-        print(f"FAIL  {path}: {error}")
+        say(f"FAIL  {path}: {error}")
         return 1
-    print(f"PASS  {path}: {lines} lines, the chain is whole")
+    say(f"PASS  {path}: {lines} lines, the chain is whole")
     return 0
 
 
@@ -303,12 +302,12 @@ def _prompts(arguments: VerifyArguments) -> Any | None:
 @contextmanager
 def _progress(steps: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar if standard error is a terminal, else plain lines, also while one check takes long."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from lockstep.report.status import StatusLine
+    from lockstep.report.terminal import Terminal
 
-    console = Console(stderr=True)
+    console = Terminal(stderr=True)
     if not console.is_terminal:
         with watched_by(StatusLine(console)), ExitStack() as work:
 

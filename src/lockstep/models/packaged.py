@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.child_environment import for_users_code
-from lockstep.errors import InputError
+from lockstep.errors import InputError, writing
 from lockstep.files import publish_folder
 from lockstep.report.busy import busy
 
@@ -128,8 +128,9 @@ def _convert(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
     try:
-        model.save_pretrained(staging)
-        load_files(AutoTokenizer, str(source), gguf_file=_GGUF).save_pretrained(staging)
+        with writing("the packaged model", target.parent, lambda: "make room, or set XDG_CACHE_HOME to another disk"):
+            model.save_pretrained(staging)
+            load_files(AutoTokenizer, str(source), gguf_file=_GGUF).save_pretrained(staging)
         # Another process may have finished first. Its directory has the same content.
         if not target.exists():
             publish_folder(staging, target)

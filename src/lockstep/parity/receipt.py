@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.files import append_line, replace_text
+from lockstep.secret import without_secrets
 
 RECEIPT = "receipt.jsonl"
 # A file in each checkpoint: digests of its content. The receipt has the digest of this file.
@@ -51,12 +52,12 @@ class Receipt:
                 self._last = self.entries[-1]["hash"]
 
     def append(self, entry: dict[str, Any], *, durable: bool = False) -> None:
-        """Write one entry. If it is `durable`, it is on the disk when this returns.
+        """Write one entry without its secrets. If it is `durable`, it is on the disk when this returns.
 
         Raises:
             OSError: the entry cannot be written. The receipt is as it was before.
         """
-        body = {**entry, "previous": self._last}
+        body = {**without_secrets(entry, by_name=False), "previous": self._last}
         own = _hash(body)
         append_line(self._path, json.dumps({**body, "hash": own}), durable=durable)
         self._last = own

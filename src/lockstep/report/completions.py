@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from lockstep.report.terminal import Terminal
+from lockstep.visible import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ def chosen_rows(rows: Sequence[Row], count: int | None, *, unique_prompts: bool)
     return [kept[place * len(kept) // count] for place in range(count)]
 
 
-def print_completions(rows: Sequence[Row], step: int, console: Console | None = None) -> None:
+def print_completions(rows: Sequence[Row], step: int, console: Terminal | None = None) -> None:
     """Print rows as one table, with a column for every score and every extra value that any row has, and one for the finish
     reasons of all turns if a row has several turns."""
     scores = list(dict.fromkeys(name for row in rows for name in row.scores))
@@ -61,16 +63,16 @@ def print_completions(rows: Sequence[Row], step: int, console: Console | None = 
     table.add_column("Prompt", style="yellow")
     table.add_column("Completion", style="green")
     for name in (*scores, "Advantage"):
-        table.add_column(Text(name), style="cyan", justify="right")
+        table.add_column(Text(visible(name)), style="cyan", justify="right")
     ends = any(len(row.finish_reasons) > 1 for row in rows)
     for name in [*(["Finish reasons"] if ends else []), *extras]:
-        table.add_column(Text(name))
+        table.add_column(Text(visible(name)))
     for row in rows:
         numbers = [_number(row.scores.get(name)) for name in scores] + [_number(row.advantage)]
         said = [Text(", ".join(row.finish_reasons))] if ends else []
         said += [_text(row.extra[name]) if name in row.extra else Text("") for name in extras]
-        table.add_row(_text(row.prompt), Text(row.completion), *numbers, *said)
-    (console or Console()).print(Panel(table, title=f"Step {step}", expand=False))
+        table.add_row(_text(row.prompt), _text(row.completion), *numbers, *said)
+    (console or Terminal()).print(Panel(table, title=f"Step {step}", expand=False))
 
 
 def _number(value: float | None) -> str:
@@ -80,5 +82,5 @@ def _number(value: float | None) -> str:
 def _text(value: Any) -> Text:
     # The cells are Text objects, because square brackets in a completion must not be read as markup.
     if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
-        return Text("\n\n".join(f"{str(m.get('role', '')).upper()}\n{m.get('content', '')}" for m in value))
-    return Text(str(value))
+        value = "\n\n".join(f"{str(m.get('role', '')).upper()}\n{m.get('content', '')}" for m in value)
+    return Text(visible(str(value)))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -26,7 +26,9 @@ from lockstep.report.heartbeat import Heartbeat
 from lockstep.report.page.svg import number
 from lockstep.report.sparkline import sparkline
 from lockstep.report.status import StatusLine
+from lockstep.report.terminal import Terminal
 from lockstep.report.waits import open_waits
+from lockstep.visible import visible
 
 _WIDEST = 100
 # A gap above this share of its limit is shown in yellow.
@@ -67,12 +69,12 @@ class LiveView(TrainerCallback):
         latest: Callable[[], Mapping[str, float]],
         sample: Callable[[], tuple[float, list[tuple[str, str]]] | None],
         judged: Callable[[], Mapping[str, float]],
-        console: Console | None = None,
+        console: Terminal | None = None,
         alarms: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._about, self._phase, self._latest, self._sample, self._judged = about, phase, latest, sample, judged
         self._alarms = alarms
-        self._console = console or Console()
+        self._console = console or Terminal()
         self._live: Live | None = None
         self._spinner = Spinner("dots", style="cyan")
         self._work: list[tuple[str, Callable[[], str], bool]] = []
@@ -162,7 +164,7 @@ class LiveView(TrainerCallback):
         self._spinner.update(text=_line(self._under_way()))
         return Panel(
             Group(_line(f"{self._about.model} → {self._about.folder}"), self._bar(), self._spinner, Text(""), rows),
-            title=self._about.title,
+            title=_line(self._about.title),
             border_style="cyan",
             width=min(_WIDEST, self._console.width),
         )
@@ -246,7 +248,7 @@ class LiveView(TrainerCallback):
 
 def _line(text: str, style: str = "") -> Text:
     # A Text object, because square brackets in a completion must not be read as markup.
-    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+    return Text(visible(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
 def limits_kept(judged: Mapping[str, float]) -> tuple[str, str]:

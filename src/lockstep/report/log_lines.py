@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from rich.console import Console
 from transformers import TrainerCallback
 
 from lockstep.report.live import plain_line
+from lockstep.report.terminal import Terminal
 
 
 class LogLines(TrainerCallback):
@@ -20,7 +20,7 @@ class LogLines(TrainerCallback):
 
     def __init__(self) -> None:
         self._began, self._first_step, self._reward = 0.0, 0, float("nan")
-        self._console = Console()
+        self._console = Terminal()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began, self._first_step = time.monotonic(), state.global_step

@@ -13,10 +13,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-
 from lockstep.report.busy import busy_seen_by, unseen
 from lockstep.report.live import About, LiveView
+from lockstep.report.terminal import Terminal
 
 # Seconds between two drawings.
 _EVERY = 1.0
@@ -43,7 +42,7 @@ class NotebookView(LiveView):
         alarms: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         # A step is a line only where there is no panel, so the console of the lines goes nowhere.
-        super().__init__(about, phase, latest, sample, judged, Console(file=io.StringIO(), width=_WIDTH), alarms)
+        super().__init__(about, phase, latest, sample, judged, Terminal(file=io.StringIO(), width=_WIDTH), alarms)
         self._handle: Any = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -75,7 +74,7 @@ class NotebookView(LiveView):
 
     def page(self) -> str:
         """The panel as HTML."""
-        page = Console(file=io.StringIO(), record=True, width=_WIDTH, force_jupyter=False)
+        page = Terminal(file=io.StringIO(), record=True, width=_WIDTH, force_jupyter=False)
         page.print(self.panel())
         return page.export_html(inline_styles=True, code_format="<pre style='line-height:1.25'>{code}</pre>")
 

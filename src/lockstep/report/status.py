@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
 from lockstep.report.heartbeat import Heartbeat
+from lockstep.report.terminal import Terminal
 from lockstep.report.waits import open_waits
 
 # On a terminal, work that takes fewer seconds leaves no line behind.
@@ -24,8 +24,8 @@ _WORTH_A_LINE = 2.0
 class StatusLine:
     """Shows the innermost piece of work that has not ended yet."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+    def __init__(self, console: Terminal | None = None) -> None:
+        self._console = console or Terminal(stderr=True)
         self._work: list[tuple[str, Callable[[], str], float]] = []
         self._live: Live | None = None
         self._spinner = Spinner("dots")

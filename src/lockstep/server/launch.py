@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 
 from lockstep.errors import InputError
+from lockstep.report.say import complain
 from lockstep.server.keys import take_key
 
 # Exit code if vLLM refuses the command line.
@@ -35,7 +36,7 @@ def main() -> None:
         given = parser.parse_args(sys.argv[1:])
         check_no_second_model(given.model_tag)
     except InputError as error:
-        print(f"lockstep serve: {' '.join(str(error).split())}", file=sys.stderr)
+        complain(f"lockstep serve: {' '.join(str(error).split())}")
         sys.exit(BAD_ARGUMENTS)
     if given.node_rank == 0:
         serve()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from transformers import TrainerState
 
 from lockstep.collector import collector_off
@@ -22,6 +21,7 @@ from lockstep.report.busy import busy, watched_by
 from lockstep.report.live import LiveView
 from lockstep.report.log_lines import LogLines
 from lockstep.report.page.run_record import BEFORE, RECEIPT, REPORT, read_lines
+from lockstep.report.terminal import Terminal
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.checkpoints import TRAINER_STATE, checkpoint_step
 from lockstep.training.run_files.run_directory import RunPlace
@@ -166,7 +166,7 @@ def _evaluate_first(trainer: OnlineTrainer, path: Path, *, late: bool) -> dict[s
 def _say(trainer: OnlineTrainer, metrics: dict[str, float]) -> None:
     if trainer.ranks.owner:
         line = f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}"
-        Console().print(line, highlight=False, soft_wrap=True)
+        Terminal().print(line, highlight=False, soft_wrap=True)
 
 
 def _same(found: dict[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from lockstep.files import replace_text
 from lockstep.parity.logprobs.gap import GapStats, bounds, over_limits
 from lockstep.parity.tolerances import Tolerance
+from lockstep.report.terminal import Terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def gap_row(proof: str, gap: GapStats, limit: Tolerance, fix: str, note: str = "
     return Row(proof, figure, allowed, passed, "" if passed else fix, details)
 
 
-def print_rows(rows: list[Row], console: Console) -> None:
+def print_rows(rows: list[Row], console: Terminal) -> None:
     """Print the table, and below it what to change."""
     table = Table(box=None, pad_edge=False)
     for name in ("proof", "found", "limit", ""):

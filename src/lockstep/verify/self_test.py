@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from lockstep.errors import Interrupted, LockstepError, ProofError
 from lockstep.files import replace_text
 from lockstep.parity.logprobs.gap import PooledGap
+from lockstep.report.terminal import Terminal
 from lockstep.verify.draw_checks import many_draws
 from lockstep.verify.faults import (
     adapters,
@@ -379,7 +379,7 @@ def write_verdicts(verdicts: Sequence[Verdict], file: str | None, *, ended: bool
         replace_text(Path(file), json.dumps({**content, "faults": [asdict(v) for v in verdicts]}, indent=1) + "\n")
 
 
-def print_verdicts(verdicts: list[Verdict], console: Console, file: str | None) -> int:
+def print_verdicts(verdicts: list[Verdict], console: Terminal, file: str | None) -> int:
     """Print the table and "N injected, N caught", and write the JSON file. Returns the exit code."""
     table = Table(box=None, pad_edge=False)
     for name in ("fault", "injected", "caught by", "after"):

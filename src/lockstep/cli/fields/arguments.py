@@ -18,6 +18,8 @@ from lockstep.cli.fields.config_file import read_file
 from lockstep.cli.fields.description import check_names, check_words, fields_of, underscored
 from lockstep.cli.fields.recipes import recipe_file
 from lockstep.errors import InputError
+from lockstep.secret import without_secrets
+from lockstep.visible import visible
 
 
 @dataclasses.dataclass
@@ -189,14 +191,15 @@ def build(given: Given, config_class: type, arguments_class: type[Arguments]) ->
 
 
 def resolved(run: RunArguments, config: Any) -> str:
-    """Every field with its value, as YAML that can be used as a config file. Fields that end in `_token` are left out."""
+    """Every field with its value, as YAML that can be used as a config file. Secrets are left out."""
     fields = {
         **dataclasses.asdict(run),
         **{f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.init},
     }
-    fields = {k: v for k, v in fields.items() if not k.endswith("_token")}
-    plain = json.loads(json.dumps(fields, default=_plain))
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    plain = without_secrets(json.loads(json.dumps(fields, default=_plain)))
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    # YAML has escapes of its own, which a reader of the file understands.
+    return text if visible(text) == text else yaml.safe_dump(plain, sort_keys=False)
 
 
 def _plain(value: Any) -> Any:

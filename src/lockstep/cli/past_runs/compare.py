@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
 from lockstep.report.sparkline import sparkline
+from lockstep.secret import without_secrets
 
 SETTINGS = "run.json"
 # The curves, by metric, with their names.
@@ -55,12 +56,17 @@ def run(words: list[str]) -> int:
     parser = WordParser(prog="lockstep compare", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output directory of a run")
     named = parser.parse_args(words).runs
-    runs = [read_past_run(Path(name)) for name in named]
-    from rich.console import Console
+    from lockstep.report.page.run_record import files_of_a_run
+
+    with files_of_a_run(*map(Path, named)):
+        runs = [read_past_run(Path(name)) for name in named]
+        tables = sections(runs)
     from rich.table import Table
 
-    console = Console()
-    for title, rows in sections(runs).items():
+    from lockstep.report.terminal import Terminal
+
+    console = Terminal()
+    for title, rows in tables.items():
         table = Table(title=title, title_justify="left", title_style="bold")
         table.add_column("")
         for one in runs:
@@ -91,7 +97,7 @@ def read_past_run(folder: Path) -> PastRun:
             raise ValueError("it holds no fields")
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error})") from error
-    return PastRun(str(folder), settings, record.summary, record.steps)
+    return PastRun(str(folder), without_secrets(settings), record.summary, record.steps)
 
 
 def sections(runs: Sequence[PastRun]) -> dict[str, list[tuple[str, list[str]]]]:

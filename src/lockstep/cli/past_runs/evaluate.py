@@ -16,6 +16,7 @@ from lockstep.cli.process.library_log import libraries_aside
 from lockstep.cli.process.loading import load_config
 from lockstep.errors import InputError
 from lockstep.report.busy import busy, watched_by
+from lockstep.report.say import say
 
 
 def run(words: list[str]) -> int:
@@ -45,7 +46,7 @@ def run(words: list[str]) -> int:
             raise InputError("lockstep evaluate runs in one process; start it without torchrun")
         metrics = _evaluated(arguments, config)
     proven = metrics.get("eval_parity/checked_share")
-    print(
+    say(
         f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}   "
         f"({metrics['eval_problems']:.0f} problems, {metrics['eval_samples']:.0f} samples, 95 % interval"
         + (f"; gap proven on {proven:.0%} of the tokens)" if proven is not None else ")")

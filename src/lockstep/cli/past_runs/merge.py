@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cli.words import WordParser
-from lockstep.errors import InputError
+from lockstep.errors import InputError, writing
 from lockstep.files import making_folder
+from lockstep.report.say import say
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -41,10 +42,14 @@ def run(words: list[str]) -> int:
             from lockstep.models.resolve import resolve_model
         with busy(f"loading {base}"):
             model: Any = load_adapter(load_policy(resolve_model(base)), str(adapter))
-        with busy(f"writing {folder}"), making_folder(folder) as made:
+        with (
+            busy(f"writing {folder}"),
+            writing("the merged model", folder, lambda: "make room, and start the same command again"),
+            making_folder(folder) as made,
+        ):
             model.merge_and_unload().save_pretrained(made)
             load_files(AutoTokenizer, str(adapter)).save_pretrained(made)
-    print(f"the merged model is in {folder}")
+    say(f"the merged model is in {folder}")
     return 0
 
 

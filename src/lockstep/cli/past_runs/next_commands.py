@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+
+from lockstep.secret import is_secret_name, masked, without_secrets
 
 
 def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = None) -> list[str]:
@@ -25,7 +28,8 @@ def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = Non
         model = folder / "merged"
         lines.append(f"                 lockstep merge {_word(checkpoint)} {_word(model)}   makes a whole model of it")
     if typed is not None:
-        words = [*_without(typed, ("--model_name_or_path", "--use_peft")), "--model_name_or_path", str(model)]
+        kept = map(_without_secret, _without(typed, ("--model_name_or_path", "--use_peft")))
+        words = [*kept, "--model_name_or_path", str(model)]
         # The config file of the run may say it.
         words += ["--use_peft", "False"] if adapter else []
         lines.append(f"                 lockstep evaluate {shlex.join(words)}")
@@ -37,14 +41,25 @@ def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = Non
 
 
 def _without(words: Sequence[str], names: tuple[str, ...]) -> list[str]:
-    """The words without these fields and their values."""
+    """The words without these fields, those of secrets, and their values."""
     kept, dropping = [], False
     for word in words:
         if word.startswith("--"):
-            dropping = word.partition("=")[0] in names
+            name = word.partition("=")[0]
+            dropping = name in names or is_secret_name(name)
         if not dropping:
             kept.append(word)
     return kept
+
+
+def _without_secret(word: str) -> str:
+    """A word of a command line without the secrets in its value, which may be a mapping in JSON."""
+    name, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    try:
+        found = json.loads(value)
+    except ValueError:
+        return masked(word)
+    return f"{name}{sign}{json.dumps(without_secrets(found))}" if isinstance(found, dict) else word
 
 
 def _word(path: Path) -> str:

@@ -9,7 +9,8 @@ from lockstep.errors import InputError
 from lockstep.files import replace_text
 from lockstep.report.page.comparison import render_comparison
 from lockstep.report.page.report import render_report
-from lockstep.report.page.run_record import METRICS, RECEIPT, REPORT, read_run
+from lockstep.report.page.run_record import METRICS, RECEIPT, REPORT, files_of_a_run, read_run
+from lockstep.report.say import say
 
 _COMPARISON = "comparison.html"
 
@@ -32,11 +33,12 @@ def run(words: list[str]) -> int:
     for folder in asked.runs:
         if not any((folder / name).is_file() for name in (METRICS, RECEIPT)):
             raise InputError(f"{folder} is not the output directory of a run: it has neither {METRICS} nor {RECEIPT}")
-    records = [read_run(folder) for folder in asked.runs]
-    if len(records) == 1:
-        path, page = asked.output or asked.runs[0] / REPORT, render_report(records[0])
-    else:
-        path, page = asked.output or Path(_COMPARISON), render_comparison(records)
+    with files_of_a_run(*asked.runs):
+        records = [read_run(folder) for folder in asked.runs]
+        if len(records) == 1:
+            path, page = asked.output or asked.runs[0] / REPORT, render_report(records[0])
+        else:
+            path, page = asked.output or Path(_COMPARISON), render_comparison(records)
     replace_text(path, page)
-    print(path)
+    say(str(path))
     return 0

@@ -14,6 +14,7 @@ from typing import Any
 
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
+from lockstep.report.say import say
 
 # Rollouts that are printed where nobody can turn pages, unless --all is given.
 _PRINTED = 20
@@ -38,12 +39,15 @@ def run(words: list[str]) -> int:
     asked = parser.parse_args(words)
     if asked.best and asked.worst:
         raise InputError("give --best or --worst, not both")
-    pages = list(read_pages(Path(asked.run), asked.step))
-    if asked.text is not None:
-        pages = [page for page in pages if asked.text in page["prompt"] or asked.text in page["completion"]]
-    if asked.best or asked.worst:
-        scored = [page for page in pages if page["reward"] is not None]
-        pages = sorted(scored, key=lambda page: page["reward"], reverse=asked.best)
+    from lockstep.report.page.run_record import files_of_a_run
+
+    with files_of_a_run(Path(asked.run)):
+        pages = list(read_pages(Path(asked.run), asked.step))
+        if asked.text is not None:
+            pages = [page for page in pages if asked.text in page["prompt"] or asked.text in page["completion"]]
+        if asked.best or asked.worst:
+            scored = [page for page in pages if page["reward"] is not None]
+            pages = sorted(scored, key=lambda page: page["reward"], reverse=asked.best)
     if not pages:
         raise InputError(f"{asked.run} has no such rollouts")
     if sys.stdin.isatty() and sys.stdout.isatty():
@@ -51,9 +55,9 @@ def run(words: list[str]) -> int:
         return 0
     shown = pages if asked.all else pages[:_PRINTED]
     for number, page in enumerate(shown, 1):
-        print(page_text(page, number, len(pages)), end="\n\n")
+        say(page_text(page, number, len(pages)), end="\n\n")
     if len(shown) < len(pages):
-        print(f"{len(pages) - len(shown)} more: --all prints them, --step, --text, --best and --worst choose")
+        say(f"{len(pages) - len(shown)} more: --all prints them, --step, --text, --best and --worst choose")
     return 0
 
 
@@ -144,9 +148,9 @@ def page_text(page: dict[str, Any], number: int, count: int) -> str:
 
 def _turn(pages: list[dict[str, Any]]) -> None:
     """Show one page at a time until the user quits."""
-    from rich.console import Console
+    from lockstep.report.terminal import Terminal
 
-    console, number = Console(), 0
+    console, number = Terminal(), 0
     while True:
         console.clear()
         console.print(page_text(pages[number], number + 1, len(pages)), markup=False, highlight=False)

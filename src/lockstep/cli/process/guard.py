@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from lockstep.errors import LockstepError
+from lockstep.report.say import complain
 
 # Two bytes for the pipe that differ from every signal number.
 _BEGUN, _ENDED = b"\xf0", b"\xf1"
@@ -142,7 +143,7 @@ def _end(status: int, within_a_run: bool) -> NoReturn:
         os.kill(os.getpid(), number)
     code = os.waitstatus_to_exitcode(status)
     if code == 0 and within_a_run:
-        print(_ENDED_EARLY, file=sys.stderr, flush=True)
+        complain(_ENDED_EARLY)
         code = 1
     os._exit(code)
 

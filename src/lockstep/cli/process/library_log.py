@@ -14,12 +14,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lockstep.cli.process.streams import lasting, why_lost
 from lockstep.errors import LockstepError
+from lockstep.secret import masked
 
 LIBRARY_LOG = "libraries.log"
 # Loggers whose messages go to the file too. `py.warnings` logs the warnings of Python.
 _LOGGERS = ("vllm", "py.warnings")
 _STDERR = 2
+
+
+class _WithoutSecrets(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
 
 
 class LibraryLog:
@@ -57,11 +64,12 @@ def libraries_aside() -> Iterator[LibraryLog]:
         sys.stderr.flush()
         terminal, found = os.dup(_STDERR), sys.stderr
         if _is_real(found):
-            sys.stderr = os.fdopen(os.dup(terminal), "w", buffering=1)
+            sys.stderr = lasting(found, os.dup(terminal), why_lost(found))
         log = LibraryLog(temporary.fileno())
         os.dup2(temporary.fileno(), _STDERR)
         # This handler writes to the descriptor, so its messages go to the current file.
         handler = logging.StreamHandler(os.fdopen(_STDERR, "w", buffering=1, closefd=False))
+        handler.setFormatter(_WithoutSecrets())
         for name in _LOGGERS:
             logging.getLogger(name).addHandler(handler)
         logging.captureWarnings(True)

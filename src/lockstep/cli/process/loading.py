@@ -12,6 +12,7 @@ from lockstep.cli.fields.arguments import Arguments, Given, build, resolved
 from lockstep.cli.process.quiet import quiet_libraries
 from lockstep.collector import collector_off
 from lockstep.report.busy import busy
+from lockstep.report.say import say
 
 
 def load_config(
@@ -36,5 +37,5 @@ def load_config(
         return arguments, config
     # The output of a dry run is one config file and nothing else, also with several ranks.
     if config.process_index == 0:
-        print(resolved(arguments, config), end="")
+        say(resolved(arguments, config), end="")
     return None

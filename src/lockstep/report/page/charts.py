@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lockstep.report.judged_gap import judged_means
+from lockstep.report.page.markup import NOTHING, Html, html, together
 from lockstep.report.page.run_record import Line, RunRecord
 from lockstep.report.page.svg import Limit, Series, histogram, line_chart, stacked_bars
 
@@ -55,7 +55,7 @@ _GAP = Chart(
 )
 
 
-def charts_of(run: RunRecord) -> str:
+def charts_of(run: RunRecord) -> Html:
     """All drawings of a run."""
     steps = run.steps
     drawn = [
@@ -70,15 +70,15 @@ def charts_of(run: RunRecord) -> str:
                 [Series("evidence", _points(steps, "parity/draws_log10_evidence"))], [Limit("limit", DRAWS_LIMIT)]
             )
             if any("parity/draws_log10_evidence" in line for line in steps)
-            else "",
+            else NOTHING,
         ),
         _figure("Tokens per second", "sampled tokens, whole steps", line_chart([Series("speed", speeds(steps))])),
         _figure("Where the time goes", "seconds per log", _times(steps)),
     ]
-    return f"<div class='charts'>{''.join(drawn)}</div>" if any(drawn) else ""
+    return html("<div class='charts'>{}</div>", together(drawn)) if any(drawn) else NOTHING
 
 
-def charts_of_several(runs: Mapping[str, RunRecord]) -> str:
+def charts_of_several(runs: Mapping[str, RunRecord]) -> Html:
     """The same metrics of several runs, one curve per run and metric."""
 
     def several(key: str) -> list[Series]:
@@ -98,7 +98,7 @@ def charts_of_several(runs: Mapping[str, RunRecord]) -> str:
     drawn.append(_figure("Tokens per second", "sampled tokens, whole steps", line_chart(speed)))
     last = {name: run.rewards[max(run.rewards)] for name, run in runs.items() if run.rewards}
     drawn.append(_figure("Rewards at the last kept step", "share of its rollouts, in %", histogram(last)))
-    return f"<div class='charts'>{''.join(drawn)}</div>"
+    return html("<div class='charts'>{}</div>", together(drawn))
 
 
 def gap_limits(run: RunRecord) -> list[Limit]:
@@ -161,19 +161,19 @@ def _rewards(run: RunRecord) -> list[Series]:
     return series + ([Series("held out", held_out, dots=True)] if held_out else [])
 
 
-def _spread(run: RunRecord) -> str:
+def _spread(run: RunRecord) -> Html:
     return histogram({f"step {step}": rewards for step, rewards in run.rewards.items()})
 
 
-def _times(steps: Sequence[Line]) -> str:
+def _times(steps: Sequence[Line]) -> Html:
     names = list(dict.fromkeys(k for line in steps for k in line if k.startswith("time/") and k != "time/step"))
     names = [name for name in names if any(line.get(name, 0) > 0 for line in steps)]
     rows = [(line["step"], [line.get(name, 0.0) for name in names]) for line in steps]
-    return stacked_bars([name.removeprefix("time/") for name in names], rows) if names else ""
+    return stacked_bars([name.removeprefix("time/") for name in names], rows) if names else NOTHING
 
 
-def _figure(title: str, unit: str, drawing: str) -> str:
+def _figure(title: str, unit: str, drawing: Html) -> Html:
     if not drawing:
-        return ""
-    small = f" <small>{html.escape(unit)}</small>" if unit else ""
-    return f"<figure><figcaption>{html.escape(title)}{small}</figcaption>{drawing}</figure>"
+        return NOTHING
+    small = html(" <small>{}</small>", unit) if unit else NOTHING
+    return html("<figure><figcaption>{}{}</figcaption>{}</figure>", title, small, drawing)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 from lockstep.report.page.charts import charts_of_several
+from lockstep.report.page.markup import Html, html, together
 from lockstep.report.page.report import figures_of, page_of, title_of, verdict_of
 from lockstep.report.page.run_record import RunRecord
 
@@ -17,26 +17,25 @@ def render_comparison(runs: Sequence[RunRecord]) -> str:
     named = _named(runs)
     verdicts = {name: verdict_of(run) for name, run in named.items()}
     rows = [_row("run", {name: title_of(run) for name, run in named.items()}, named)]
-    cells = "".join(
-        f"<td><span class='{ {'good': 'goodtext', 'bad': 'badtext'}.get(v.kind, '') }'>{html.escape(v.line)}</span></td>"
-        for v in verdicts.values()
-    )
-    rows.append(f"<tr><th>verdict</th>{cells}</tr>")
+    kinds = {"good": "goodtext", "bad": "badtext"}
+    cells = [html("<td><span class='{}'>{}</span></td>", kinds.get(v.kind, ""), v.line) for v in verdicts.values()]
+    rows.append(html("<tr><th>verdict</th>{}</tr>", together(cells)))
     figures = {name: figures_of(run) for name, run in named.items()}
     for figure in dict.fromkeys(key for own in figures.values() for key in own):
         rows.append(_row(figure, {name: own.get(figure, "") for name, own in figures.items()}, named))
     settings = [_row(field, values, named, mark=True) for field, values in _differences(named).items()]
-    heads = "".join(f"<th>{html.escape(name)}</th>" for name in named)
+    heads = together(html("<th>{}</th>", name) for name in named)
     title = " · ".join(named)
-    body = (
-        f"<h1>{html.escape(title)}</h1><div class='wide'><table><tr><th></th>{heads}</tr>{''.join(rows)}</table></div>"
-        f"<h2>Curves</h2>{charts_of_several(named)}<h2>What differs between the runs</h2>"
-    )
-    if settings:
-        body += f"<div class='wide'><table><tr><th></th>{heads}</tr>{''.join(settings)}</table></div>"
-    else:
-        body += "<p>Settings, data, versions and machine are the same.</p>"
-    return page_of(title, body)
+    table = "<div class='wide'><table><tr><th></th>{}</tr>{}</table></div>"
+    body = [
+        html("<h1>{}</h1>", title),
+        html(table, heads, together(rows)),
+        html("<h2>Curves</h2>{}<h2>What differs between the runs</h2>", charts_of_several(named)),
+        html(table, heads, together(settings))
+        if settings
+        else Html("<p>Settings, data, versions and machine are the same.</p>"),
+    ]
+    return page_of(title, together(body))
 
 
 def _named(runs: Sequence[RunRecord]) -> dict[str, RunRecord]:
@@ -65,7 +64,7 @@ def _differences(runs: dict[str, RunRecord]) -> dict[str, dict[str, str]]:
     return {key: values for key, values in found.items() if len(set(values.values())) > 1}
 
 
-def _row(title: str, values: dict[str, str], runs: dict[str, RunRecord], *, mark: bool = False) -> str:
-    kind = " class='said different'" if mark else " class='said'"
-    cells = "".join(f"<td{kind}>{html.escape(values[name][:_VALUE])}</td>" for name in runs)
-    return f"<tr><th>{html.escape(title)}</th>{cells}</tr>"
+def _row(title: str, values: dict[str, str], runs: dict[str, RunRecord], *, mark: bool = False) -> Html:
+    kind = "said different" if mark else "said"
+    cells = [html("<td class='{}'>{}</td>", kind, values[name][:_VALUE]) for name in runs]
+    return html("<tr><th>{}</th>{}</tr>", title, together(cells))

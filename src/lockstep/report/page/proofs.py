@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -17,6 +16,7 @@ from lockstep.report.judged_gap import (
     waiting_tokens,
 )
 from lockstep.report.page.charts import DRAWS_LIMIT
+from lockstep.report.page.markup import NOTHING, Html, html, together
 from lockstep.report.page.run_record import Line, RunRecord
 from lockstep.report.page.svg import number
 
@@ -138,46 +138,50 @@ def _mean(name: str, what: str, figure: str, steps: Sequence[Line], limit: float
     return Measured(name, what, whole, limit if whole <= limit else None, where)
 
 
-def proofs_section(run: RunRecord) -> str:
+def proofs_section(run: RunRecord) -> Html:
     """The table of all proofs."""
-    rows = "".join(map(_row, measured_proofs(run)))
+    rows = together(map(_row, measured_proofs(run)))
     tokens, steps = _counts(run.proven), len(run.proven)
     failed = {name.strip() for name in str(run.end.get("check", "")).split(",")} - {""}
-    exact = "".join(
-        f"<tr><td><code>{name}</code></td><td>{what}</td><td>{_exact_mark(name, failed, steps)}</td></tr>"
+    exact = [
+        html("<tr><td><code>{}</code></td><td>{}</td><td>{}</td></tr>", name, what, _exact_mark(name, failed, steps))
         for name, what in EXACT.items()
-    )
-    table = (
+    ]
+    table = html(
         "<div class='wide'><table class='proofs'><tr><th>proof</th><th>compares</th><th>closest to its limit</th><th>limit</th>"
-        f"<th>margin</th><th>where</th></tr>{rows}</table></div>"
+        "<th>margin</th><th>where</th></tr>{}</table></div>"
         if rows
-        else "<p>No proof with a figure has been written yet.</p>"
+        else "<p>No proof with a figure has been written yet.</p>",
+        rows,
     )
-    return (
-        f"<h2 id='proofs'>Proofs</h2><p>{tokens}</p>{_notes(run)}{table}"
-        f"<details><summary>Proofs that compare exactly</summary><div class='wide'><table>{exact}</table></div></details>"
+    return html(
+        "<h2 id='proofs'>Proofs</h2><p>{}</p>{}{}"
+        "<details><summary>Proofs that compare exactly</summary><div class='wide'><table>{}</table></div></details>",
+        tokens,
+        _notes(run),
+        table,
+        together(exact),
     )
 
 
-def _notes(run: RunRecord) -> str:
+def _notes(run: RunRecord) -> Html:
     """Checks that could not be made, and what of the user's stands in the way of the model's backward."""
     why = Counter((line["proof"], line["why"]) for line in run.unproven)
     notes = [
-        f"<code>{proof}</code> was due and not made {count} times: {html.escape(said)}"
+        html("<code>{}</code> was due and not made {} times: {}", proof, count, said)
         for (proof, said), count in why.items()
     ]
     if run.taken:
-        notes.append(
-            f"Of your own, in the model's forward and backward: {html.escape('; '.join(dict.fromkeys(run.taken)))}"
-        )
-    return "".join(f"<p class='said'>{note}.</p>" for note in notes)
+        own = "; ".join(dict.fromkeys(run.taken))
+        notes.append(html("Of your own, in the model's forward and backward: {}", own))
+    return together(html("<p class='said'>{}.</p>", note) for note in notes)
 
 
-def failure_section(run: RunRecord) -> str:
+def failure_section(run: RunRecord) -> Html:
     """What failed, where, and what to do; empty if nothing has failed."""
     end = run.end
     if end.get("ended") != "failed":
-        return ""
+        return NOTHING
     rows: list[tuple[str, str]] = []
     if "check" in end:
         rows = [
@@ -196,20 +200,20 @@ def failure_section(run: RunRecord) -> str:
             ("after step", str(end.get("step"))),
             ("message", str(end.get("message", ""))),
         ]
-    table = "".join(f"<tr><th>{name}</th><td class='said'>{html.escape(text)}</td></tr>" for name, text in rows)
-    title = (
-        f"Proof <code>{html.escape(str(end['check']))}</code> has failed" if "check" in end else "The run has failed"
-    )
-    return (
-        f"<section class='failure' id='failure'><h2>{title}</h2><div class='wide'><table>{table}</table></div>"
-        f"{_worst_tokens(run)}</section>"
+    table = together(html("<tr><th>{}</th><td class='said'>{}</td></tr>", name, text) for name, text in rows)
+    title = html("Proof <code>{}</code> has failed", end["check"]) if "check" in end else Html("The run has failed")
+    return html(
+        "<section class='failure' id='failure'><h2>{}</h2><div class='wide'><table>{}</table></div>{}</section>",
+        title,
+        table,
+        _worst_tokens(run),
     )
 
 
-def _worst_tokens(run: RunRecord) -> str:
+def _worst_tokens(run: RunRecord) -> Html:
     """The tokens with the largest gaps of the step that failed."""
     if run.end.get("check") != "gap":
-        return ""
+        return NOTHING
     failing = [line for line in run.shown if line.get("failed")]
     tokens: list[tuple[float, str, int, str]] = []
     for rollout in (r for line in failing[-1:] for r in line["rollouts"]):
@@ -220,16 +224,15 @@ def _worst_tokens(run: RunRecord) -> str:
                     tokens.append((gap, rollout["name"], place, text))
                     place += 1
     if not tokens:
-        return ""
+        return NOTHING
     tokens.sort(key=lambda found: -abs(found[0]))
-    rows = "".join(
-        f"<tr><td><code>{html.escape(name)}</code></td><td>{place}</td><td><code>{html.escape(repr(text))}</code></td><td>{gap:+.2e}</td></tr>"
-        for gap, name, place, text in tokens[:10]
-    )
-    return (
+    row = "<tr><td><code>{}</code></td><td>{}</td><td><code>{}</code></td><td>{:+.2e}</td></tr>"
+    rows = together(html(row, name, place, repr(text), gap) for gap, name, place, text in tokens[:10])
+    return html(
         "<h3>The tokens with the largest gaps</h3><p>Of the shown group. The gap is the engine's log-prob minus the trainer's; the "
         "place counts sampled tokens from 0.</p><div class='wide'><table><tr><th>rollout</th><th>place</th><th>token</th>"
-        f"<th>gap in nats</th></tr>{rows}</table></div>"
+        "<th>gap in nats</th></tr>{}</table></div>",
+        rows,
     )
 
 
@@ -246,7 +249,7 @@ def _at_start(run: RunRecord) -> Iterator[Measured]:
         )
 
 
-def _row(proof: Measured) -> str:
+def _row(proof: Measured) -> Html:
     kind = "bad" if proof.share > 1 else "near" if proof.share > 0.5 else "good"
     times = 1 / proof.share if proof.share > 0 else 0.0
     margin = f"{times:,.0f} times below" if times >= 10 else f"{times:.1f} times below" if times else "nothing found"
@@ -255,18 +258,25 @@ def _row(proof: Measured) -> str:
         margin = "–"
     elif times < 1 and times:
         margin = f"{proof.share:.2g} times the limit"
-    bar = f"<span class='meter'><span class='{kind}' style='width:{min(proof.share, 1) * 100:.1f}%'></span></span>"
-    return (
-        f"<tr><td><code>{html.escape(proof.name)}</code></td><td>{html.escape(proof.what)}</td>"
-        f"<td>{number(proof.figure, 3)} <small>{proof.unit}</small>{bar}</td><td class='figure'>{limit}</td>"
-        f"<td>{margin}</td><td class='said'>{html.escape(proof.where)}</td></tr>"
+    bar = "<span class='meter'><span class='{}' style='width:{:.1f}%'></span></span>"
+    return html(
+        "<tr><td><code>{name}</code></td><td>{what}</td><td>{figure} <small>{unit}</small>{bar}</td>"
+        "<td class='figure'>{limit}</td><td>{margin}</td><td class='said'>{where}</td></tr>",
+        name=proof.name,
+        what=proof.what,
+        figure=number(proof.figure, 3),
+        unit=proof.unit,
+        bar=html(bar, kind, min(proof.share, 1) * 100),
+        limit=limit,
+        margin=margin,
+        where=proof.where,
     )
 
 
-def _exact_mark(names: str, failed: set[str], steps: int) -> str:
+def _exact_mark(names: str, failed: set[str], steps: int) -> Html:
     if failed & {name.strip() for name in names.split(",")}:
-        return "<b class='badtext'>failed</b>"
-    return "<span class='goodtext'>no failure</span>" if steps else "not reached"
+        return Html("<b class='badtext'>failed</b>")
+    return Html("<span class='goodtext'>no failure</span>" if steps else "not reached")
 
 
 def _counts(steps: Sequence[Line]) -> str:

@@ -1,11 +1,10 @@
 """Makes `report.html` from the record of a run: verdict first, then proofs, curves, rollouts and settings.
 
-The page is one file below a megabyte. It loads nothing, runs no script, and escapes all text of models and users.
+The page is one file below a megabyte. It loads nothing and runs no script. `markup.py` escapes all texts of models and users.
 """
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping
 from datetime import datetime
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 from lockstep.report.durations import clock
 from lockstep.report.judged_gap import closest, largest_gaps
 from lockstep.report.page.charts import charts_of
+from lockstep.report.page.markup import NOTHING, Html, html, together
 from lockstep.report.page.proofs import failure_section, proofs_section
 from lockstep.report.page.rollouts import evaluations_section, training_section, turns_section
 from lockstep.report.page.run_record import Line, RunRecord
@@ -38,21 +38,25 @@ def render_report(run: RunRecord) -> str:
     """The page about a run as HTML text."""
     first, last = _before_rollouts(run), _settings(run)
     for share in _SHARES:
-        page = page_of(title_of(run), f"{first}{_rollouts(run, share)}{last}")
+        page = page_of(title_of(run), together([first, _rollouts(run, share), last]))
         if len(page.encode()) < LARGEST:
             break
     return page
 
 
-def page_of(title: str, body: str) -> str:
+def page_of(title: str, body: Html) -> str:
     """A whole page around a body."""
     # The two switches of the tokens' colors work by the style sheet alone.
-    return (
+    page = html(
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'; style-src 'unsafe-inline'; img-src data:\">"
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>"
+        "<title>{}</title><style>{}</style></head><body>{}</body></html>",
+        title,
+        Html(STYLE),
+        body,
     )
+    return str(page)
 
 
 def title_of(run: RunRecord) -> str:
@@ -101,40 +105,40 @@ def _generations(count: int) -> str:
     return "1 generation" if count == 1 else f"{count} generations"
 
 
-def _before_rollouts(run: RunRecord) -> str:
+def _before_rollouts(run: RunRecord) -> Html:
     verdict = verdict_of(run)
     # A further section, for example of pictures, is one more function of the record in this list.
     sections = [
-        f"<h1>{html.escape(title_of(run))}</h1><p><small>{html.escape(_subtitle(run))}</small></p>",
-        f"<p class='verdict {verdict.kind}'>{html.escape(verdict.line)}<small>{html.escape(verdict.more)}</small></p>",
+        html("<h1>{}</h1><p><small>{}</small></p>", title_of(run), _subtitle(run)),
+        html("<p class='verdict {}'>{}<small>{}</small></p>", *verdict),
         failure_section(run),
         _alarms(run),
         _tiles(run),
         proofs_section(run),
-        f"<h2 id='curves'>Curves</h2>{charts_of(run) or '<p>Nothing was logged yet.</p>'}",
+        html("<h2 id='curves'>Curves</h2>{}", charts_of(run) or Html("<p>Nothing was logged yet.</p>")),
     ]
-    return "".join(sections)
+    return together(sections)
 
 
-def _alarms(run: RunRecord) -> str:
-    rows = "".join(
-        f"<tr><th>step {line['step'] + 1}</th><td class='said'>{html.escape(str(line['text']))}</td></tr>"
-        for line in run.alarms
+def _alarms(run: RunRecord) -> Html:
+    rows = together(
+        html("<tr><th>step {}</th><td class='said'>{}</td></tr>", line["step"] + 1, line["text"]) for line in run.alarms
     )
     if not rows:
-        return ""
-    return (
+        return NOTHING
+    return html(
         "<section class='failure' id='alarms'><h2>Alarms</h2><p>No proof has failed because of them, and the run went on.</p>"
-        f"<div class='wide'><table>{rows}</table></div></section>"
+        "<div class='wide'><table>{}</table></div></section>",
+        rows,
     )
 
 
-def _rollouts(run: RunRecord, share: float) -> str:
+def _rollouts(run: RunRecord, share: float) -> Html:
     if not share:
-        return "<p>The rollouts are too long for this page; see the files in <code>rollouts/</code>.</p>"
+        return Html("<p>The rollouts are too long for this page; see the files in <code>rollouts/</code>.</p>")
     held_out = evaluations_section(run.before, run.after, share)
     turns = training_section(run.shown, share) + turns_section((run.after or {}).get("turns", ()), share)
-    return held_out + (_switch() if turns else "") + turns
+    return together([held_out, _SWITCH if turns else NOTHING, turns])
 
 
 def _subtitle(run: RunRecord) -> str:
@@ -180,17 +184,16 @@ def figures_of(run: RunRecord) -> dict[str, str]:
     return found
 
 
-def _tiles(run: RunRecord) -> str:
-    tiles = "".join(
-        f"<div><small>{html.escape(name)}</small><b>{_unbroken(text)}</b></div>"
-        for name, text in figures_of(run).items()
-    )
-    return f"<div class='tiles'>{tiles}</div>"
+def _tiles(run: RunRecord) -> Html:
+    tiles = [
+        html("<div><small>{}</small><b>{}</b></div>", name, _unbroken(text)) for name, text in figures_of(run).items()
+    ]
+    return html("<div class='tiles'>{}</div>", together(tiles))
 
 
-def _unbroken(text: str) -> str:
+def _unbroken(text: str) -> Html:
     """HTML in which a line ends after an arrow at most."""
-    return " ".join(f"<i>{html.escape(part)}</i>" for part in text.replace(" → ", " →\n").split("\n"))
+    return together((html("<i>{}</i>", part) for part in text.replace(" → ", " →\n").split("\n")), " ")
 
 
 def _interval(evaluation: Line) -> str:
@@ -198,23 +201,21 @@ def _interval(evaluation: Line) -> str:
     return f"{metrics['eval_reward']:.3f} ± {metrics.get('eval_reward_ci95', 0):.3f}"
 
 
-def _switch() -> str:
-    return (
-        "<div class='switch'><small>color of tokens:</small> <input type='radio' name='color' id='gap' checked>"
-        "<label for='gap'> gap</label><input type='radio' name='color' id='advantage'><label for='advantage'> advantage</label>"
-        "</div>"
-    )
+_SWITCH = Html(
+    "<div class='switch'><small>color of tokens:</small> <input type='radio' name='color' id='gap' checked>"
+    "<label for='gap'> gap</label><input type='radio' name='color' id='advantage'><label for='advantage'> advantage</label></div>"
+)
 
 
-def _settings(run: RunRecord) -> str:
+def _settings(run: RunRecord) -> Html:
     about = run.about
     if not about:
-        return ""
+        return NOTHING
     settings, chosen = about.get("settings", {}), about.get("chosen", [])
     data = {f"{name} prompts": count for name, count in about.get("rows", {}).items()} | about.get("data", {})
     others = {name: value for name, value in settings.items() if name not in chosen}
     return (
-        "<h2 id='settings'>Configuration, data, versions</h2>"
+        Html("<h2 id='settings'>Configuration, data, versions</h2>")
         + _table(
             {name: settings[name] for name in chosen if name in settings},
             "Settings that are not the defaults",
@@ -227,15 +228,19 @@ def _settings(run: RunRecord) -> str:
     )
 
 
-def _table(values: Mapping[str, Any], title: str, *, is_open: bool = False) -> str:
+def _table(values: Mapping[str, Any], title: str, *, is_open: bool = False) -> Html:
     if not values:
-        return ""
-    rows = "".join(
-        f"<tr><td><code>{html.escape(str(name))}</code></td><td class='said'>{html.escape(_short(value))}</td></tr>"
+        return NOTHING
+    rows = [
+        html("<tr><td><code>{}</code></td><td class='said'>{}</td></tr>", name, _short(value))
         for name, value in values.items()
+    ]
+    return html(
+        "<details{}><summary>{}</summary><div class='wide'><table>{}</table></div></details>",
+        " open" if is_open else "",
+        title,
+        together(rows),
     )
-    opened = " open" if is_open else ""
-    return f"<details{opened}><summary>{title}</summary><div class='wide'><table>{rows}</table></div></details>"
 
 
 def _short(value: Any) -> str:

@@ -6,11 +6,11 @@ stays below a megabyte however long completions are.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.report.page.markup import NOTHING, Html, html, together
 from lockstep.report.page.pictures import render_pictures
 
 Line = dict[str, Any]
@@ -24,52 +24,63 @@ _TOKEN = 128
 _RANKS = 5
 
 
-def training_section(shown: Sequence[Line], share: float = 1.0) -> str:
+def training_section(shown: Sequence[Line], share: float = 1.0) -> Html:
     """One group of some generations of training; empty if there is none.
 
     Args:
         share: how much of `ROOM` may be used.
     """
     if not shown:
-        return ""
+        return NOTHING
     rollouts = sum(len(line["rollouts"]) for line in shown)
     room = max(int(share * ROOM) // max(rollouts, 1), 20)
-    groups = "".join(
-        f"<details{' open' if place in (0, len(shown) - 1) else ''}><summary>step {line['step']}"
-        f"{', where a proof failed' if line.get('failed') else ''}: {_rewards(line['rewards'])}</summary>"
-        f"{''.join(_rollout(r, line['rewards'], room) for r in line['rollouts'])}</details>"
+    groups = [
+        html(
+            "<details{}><summary>step {}{}: {}</summary>{}</details>",
+            " open" if place in (0, len(shown) - 1) else "",
+            line["step"],
+            ", where a proof failed" if line.get("failed") else "",
+            _rewards(line["rewards"]),
+            together(_rollout(r, line["rewards"], room) for r in line["rollouts"]),
+        )
         for place, line in enumerate(shown)
-    )
-    return f"<h2 id='rollouts'>Rollouts through training</h2>{_SCALES}{groups}"
+    ]
+    return html("<h2 id='rollouts'>Rollouts through training</h2>{}{}", _SCALES, together(groups))
 
 
-def turns_section(turns: Sequence[Line], share: float = 1.0) -> str:
+def turns_section(turns: Sequence[Line], share: float = 1.0) -> Html:
     """Held-out rollouts after training, turn by turn; empty without any."""
     if not turns:
-        return ""
+        return NOTHING
     room = max(int(share * ROOM) // 2 // len(turns), 20)
-    return f"<h2>Turns of held-out rollouts, after training</h2>{_SCALES}" + "".join(
-        _rollout(r, (), room) for r in turns
-    )
+    shown = together(_rollout(r, (), room) for r in turns)
+    return html("<h2>Turns of held-out rollouts, after training</h2>{}{}", _SCALES, shown)
 
 
-def evaluations_section(before: Line | None, after: Line | None, share: float = 1.0) -> str:
+def evaluations_section(before: Line | None, after: Line | None, share: float = 1.0) -> Html:
     """Held-out completions of the same prompts before and after training; of one evaluation, if there is only one."""
     given = [(name, found["rollouts"]) for name, found in (("before", before), ("after", after)) if found]
     if not given:
-        return ""
-    heads = "".join(f"<th>{name}</th>" for name, _ in given)
+        return NOTHING
+    heads = together(html("<th>{}</th>", name) for name, _ in given)
     by_prompt = [{_key(entry): entry for entry in entries} for _, entries in given]
     room = int(share * _CHARACTERS)
-    rows = "".join(
-        f"<tr><td class='said' data-name='prompt'>{render_pictures(entry)}{_cut(entry['prompt'], room)}</td>"
-        f"{''.join(_cell(name, own[key], room) for (name, _), own in zip(given, by_prompt, strict=True))}</tr>"
+    rows = [
+        html(
+            "<tr><td class='said' data-name='prompt'>{}{}</td>{}</tr>",
+            render_pictures(entry),
+            _cut(entry["prompt"], room),
+            together(_cell(name, own[key], room) for (name, _), own in zip(given, by_prompt, strict=True)),
+        )
         for key, entry in by_prompt[0].items()
         if all(key in own for own in by_prompt)
-    )
-    return (
+    ]
+    return html(
         "<h2 id='evaluation'>Held-out rollouts</h2><p>The color of a score is its rank within the group of its prompt: "
-        f"{_ranks_legend()}</p><div class='wide'><table class='evaluations'><tr><th>prompt</th>{heads}</tr>{rows}</table></div>"
+        "{}</p><div class='wide'><table class='evaluations'><tr><th>prompt</th>{}</tr>{}</table></div>",
+        _ranks_legend(),
+        heads,
+        together(rows),
     )
 
 
@@ -91,39 +102,45 @@ def rank_class(reward: float | None, rewards: Sequence[float | None]) -> str:
     return f"r{min(int(share * _RANKS), _RANKS - 1)}"
 
 
-def score(reward: float | None, rewards: Sequence[float | None]) -> str:
+def score(reward: float | None, rewards: Sequence[float | None]) -> Html:
     """A score, colored by its rank."""
     text = "no score" if reward is None else f"{reward:.4g}"
-    return f"<span class='score {rank_class(reward, rewards)}'>{text}</span>"
+    return html("<span class='score {}'>{}</span>", rank_class(reward, rewards), text)
 
 
-def _rewards(rewards: Sequence[float | None]) -> str:
-    shown = " ".join(score(reward, rewards) for reward in rewards[:16])
+def _rewards(rewards: Sequence[float | None]) -> Html:
+    shown = together((score(reward, rewards) for reward in rewards[:16]), " ")
     return shown + (f" and {len(rewards) - 16} more" if len(rewards) > 16 else "")
 
 
-def _rollout(rollout: Line, rewards: Sequence[float | None], room: int) -> str:
-    failed = f" <b class='badtext'>failed: {html.escape(str(rollout['failed']))}</b>" if rollout["failed"] else ""
-    calls = "".join(f"<li>{_cut(line, _CHARACTERS)}</li>" for line in rollout["calls"][:20])
+def _rollout(rollout: Line, rewards: Sequence[float | None], room: int) -> Html:
+    failed = html(" <b class='badtext'>failed: {}</b>", rollout["failed"]) if rollout["failed"] else NOTHING
+    calls = together(html("<li>{}</li>", _cut(line, _CHARACTERS)) for line in rollout["calls"][:20])
     count = len(rollout["branches"])
-    branches = "".join(
+    branches = together(
         _branch(branch, f"branch {n + 1} of {count}" if count > 1 else "prompt", max(room // count, 20))
         for n, branch in enumerate(rollout["branches"][:8])
     )
     reasons = ", ".join(map(str, rollout["finish_reasons"])) or "none"
-    return (
-        f"<div class='rollout'><b>{html.escape(rollout['name'])}</b> {score(rollout['reward'], rewards or [rollout['reward']])} "
-        f"<small>finish reason of each answer: {html.escape(reasons)}</small>{failed}{render_pictures(rollout)}{branches}"
-        f"{f'<small>tool calls and results</small><ul>{calls}</ul>' if calls else ''}</div>"
+    return html(
+        "<div class='rollout'><b>{}</b> {} <small>finish reason of each answer: {}</small>{}{}{}{}</div>",
+        rollout["name"],
+        score(rollout["reward"], rewards or [rollout["reward"]]),
+        reasons,
+        failed,
+        render_pictures(rollout),
+        branches,
+        html("<small>tool calls and results</small><ul>{}</ul>", calls) if calls else NOTHING,
     )
 
 
-def _branch(branch: Line, title: str, room: int) -> str:
-    parts = [f"<small>{title}</small><pre class='inserted'>{_cut(branch['prompt'], 2 * _CHARACTERS)}</pre>"]
+def _branch(branch: Line, title: str, room: int) -> Html:
+    inserted = "<small>{}</small><pre class='inserted'>{}</pre>"
+    parts = [html(inserted, title, _cut(branch["prompt"], 2 * _CHARACTERS))]
     turn, left = 0, int(branch.get("left_out", 0))
     for span in branch["spans"]:
         if "text" in span:
-            parts.append(f"<small>inserted</small><pre class='inserted'>{_cut(span['text'], _CHARACTERS)}</pre>")
+            parts.append(html(inserted, "inserted", _cut(span["text"], _CHARACTERS)))
             continue
         turn += 1
         tokens, gaps, advantages = span["tokens"], span.get("gaps"), span.get("advantages")
@@ -134,16 +151,16 @@ def _branch(branch: Line, title: str, room: int) -> str:
         shown = tokens[: max(room, 0)]
         left += len(tokens) - len(shown)
         room -= len(shown)
-        marked = "".join(
+        marked = together(
             _token(text, gaps[i] if gaps else None, advantages[i] if advantages else None)
             for i, text in enumerate(shown)
         )
-        parts.append(f"<small>{html.escape(', '.join(about))}</small><pre class='sampled'>{marked}</pre>")
+        parts.append(html("<small>{}</small><pre class='sampled'>{}</pre>", ", ".join(about), marked))
     more = f"; {left} more ids are not shown" if left else ""
-    return f"<div>{''.join(parts)}<small>ends with: {html.escape(str(branch['finish_reason']))}{more}</small></div>"
+    return html("<div>{}<small>ends with: {}{}</small></div>", together(parts), branch["finish_reason"], more)
 
 
-def _token(text: str, gap: float | None, advantage: float | None) -> str:
+def _token(text: str, gap: float | None, advantage: float | None) -> Html:
     kinds, words = [], []
     if gap is not None:
         kinds.append(f"g{gap_color(gap)}")
@@ -151,8 +168,8 @@ def _token(text: str, gap: float | None, advantage: float | None) -> str:
     if advantage is not None:
         kinds.append(f"a{_advantage_color(advantage)}")
         words.append(f"advantage {advantage:.3g}")
-    title = f" title='{', '.join(words)}'" if words else ""
-    return f"<i class='{' '.join(kinds)}'{title}>{html.escape(text[:_TOKEN])}</i>"
+    title = html(" title='{}'", ", ".join(words)) if words else NOTHING
+    return html("<i class='{}'{}>{}</i>", " ".join(kinds), title, text[:_TOKEN])
 
 
 def gap_color(gap: float) -> int:
@@ -168,35 +185,35 @@ def _advantage_color(advantage: float) -> int:
     return 4 + round(4 * max(min(advantage, 1.0), -1.0)) if math.isfinite(advantage) else 4
 
 
-def _cell(name: str, entry: Line, room: int) -> str:
-    return f"<td data-name='{name}'>{_completions(entry, room)}</td>"
+def _cell(name: str, entry: Line, room: int) -> Html:
+    return html("<td data-name='{}'>{}</td>", name, _completions(entry, room))
 
 
-def _completions(entry: Line, room: int) -> str:
+def _completions(entry: Line, room: int) -> Html:
     rewards = entry["rewards"]
     pairs = list(zip(entry["completions"], rewards, strict=False))
-    shown = "".join(f"<div class='said'>{score(r, rewards)} {_cut(text, room)}</div>" for text, r in pairs[:8])
-    return shown + (f"<small>and {len(pairs) - 8} more</small>" if len(pairs) > 8 else "")
+    shown = together(
+        html("<div class='said'>{} {}</div>", score(r, rewards), _cut(text, room)) for text, r in pairs[:8]
+    )
+    return shown + (html("<small>and {} more</small>", len(pairs) - 8) if len(pairs) > 8 else NOTHING)
 
 
-def _cut(text: Any, room: int) -> str:
+def _cut(text: Any, room: int) -> Html:
     text = str(text)
-    if len(text) <= room:
-        return html.escape(text)
-    return f"{html.escape(text[:room])}<small> … {len(text) - room} more characters</small>"
+    more = html("<small> … {} more characters</small>", len(text) - room) if len(text) > room else NOTHING
+    return html("{}{}", text[:room], more)
 
 
-def _ranks_legend() -> str:
+def _ranks_legend() -> Html:
     words = ("worst", "", "middle", "", "best")
-    steps = "".join(f"<span class='score r{n}'>{word or '·'}</span> " for n, word in enumerate(words))
-    return f"{steps}<span class='score re'>all equal</span>"
+    steps = together(html("<span class='score r{}'>{}</span> ", n, word or "·") for n, word in enumerate(words))
+    return html("{}<span class='score re'>all equal</span>", steps)
 
 
-_SCALES = (
-    "<p class='scale by-gap'>gap |g| in nats: "
-    + "".join(f"<i class='g{n}'>1e{_SMALLEST + n:+d}</i>" for n in range(_GAP_COLORS))
-    + "</p><p class='scale by-advantage'>advantage: "
-    + "".join(f"<i class='a{n}'>{(n - 4) / 4:+.2g}</i>" for n in range(0, 9, 2))
-    + "</p><p><small>Colored text was sampled; point at a token for its values. Grey text is a prompt or was inserted: the policy "
-    "does not learn from it.</small></p>"
+_SCALES = html(
+    "<p class='scale by-gap'>gap |g| in nats: {}</p><p class='scale by-advantage'>advantage: {}"
+    "</p><p><small>Colored text was sampled; point at a token for its values. Grey text is a prompt or was inserted: the policy "
+    "does not learn from it.</small></p>",
+    together(html("<i class='g{}'>1e{:+d}</i>", n, _SMALLEST + n) for n in range(_GAP_COLORS)),
+    together(html("<i class='a{}'>{:+.2g}</i>", n, (n - 4) / 4) for n in range(0, 9, 2)),
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.errors import InputError, LockstepError
 from lockstep.report.alarms import LINE
 from lockstep.report.kept_rollouts import rollout_files
+from lockstep.secret import without_secrets
 
 Line = dict[str, Any]
 ABOUT, END, METRICS, RECEIPT, SHOWN, SUMMARY = (
@@ -86,12 +90,32 @@ class RunRecord:
         return max((int(line.get("step", 0)) for line in (*self.metrics, *self.proven, self.end)), default=0)
 
 
+@contextmanager
+def files_of_a_run(*folders: Path) -> Iterator[None]:
+    """Within the block, an error that values of another kind cause, in files that others wrote or changed, is one sentence.
+
+    Raises:
+        InputError: the files hold such values.
+    """
+    try:
+        yield
+    except LockstepError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        named = " or ".join(map(str, folders))
+        raise InputError(
+            f"a file in {named} holds a value of another kind than Lockstep writes ({type(error).__name__}: {error}); it was "
+            "changed by something else, or written by another version"
+        ) from error
+
+
 def read_run(folder: Path) -> RunRecord:
     """The record of a run."""
     return RunRecord(
         folder,
-        _read(folder / ABOUT),
-        _read(folder / END),
+        # An earlier version wrote them as they were.
+        without_secrets(_read(folder / ABOUT)),
+        without_secrets(_read(folder / END), by_name=False),
         read_lines(folder / METRICS),
         read_lines(folder / RECEIPT),
         read_lines(folder / SHOWN),

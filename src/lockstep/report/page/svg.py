@@ -6,17 +6,21 @@ columns over a drawing have a `<title>`, which browsers show when a pointer rest
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from lockstep.report.page.markup import NOTHING, Html, html, together
 
 _WIDTH, _HEIGHT = 400, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 10, 24
 COLORS = 8
 # Points of one curve, columns with a title, and bars.
 _POINTS, _COLUMNS, _BARS = 200, 80, 60
+_LINE = "<line class='{}' x1='{}' x2='{}' y1='{:.1f}' y2='{:.1f}'/>"
+_TEXT = "<text x='{:.1f}' y='{:.1f}' text-anchor='{}'>{}</text>"
+_BAR = "<rect class='{}' x='{:.1f}' y='{:.1f}' width='{:.1f}' height='{:.1f}'>{}</rect>"
 
 
 class Series(NamedTuple):
@@ -43,7 +47,7 @@ class Limit(NamedTuple):
     points: Sequence[tuple[float, float]] = ()
 
 
-def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: bool = False) -> str:
+def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: bool = False) -> Html:
     """Curves over steps, with a legend if there are several. Empty if no curve has a value.
 
     Args:
@@ -52,7 +56,7 @@ def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: b
     known = [(place, s, _finite(s.points)) for place, s in enumerate(series)]
     known = [(place, s, points) for place, s, points in known if points]
     if not known:
-        return ""
+        return NOTHING
     ys = [y for _, _, points in known for _, y in points]
     bounds = [y for limit in limits for y in (limit.value, *(y for _, y in limit.points))]
     axis = _Axis.of([*ys, *bounds], log=log)
@@ -64,31 +68,29 @@ def line_chart(series: Sequence[Series], limits: Sequence[Limit] = (), *, log: b
         y = axis.place(limit.value)
         if len(limit.points) > 1:
             places = [(across(min(max(x, first), last)), axis.place(y)) for x, y in _thinned(list(limit.points))]
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-            parts.append(f"<polyline class='limit' fill='none' points='{path}'/>")
+            parts.append(html("<polyline class='limit' fill='none' points='{}'/>", _path(places)))
         else:
-            parts.append(f"<line class='limit' x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
-        label = f"<text x='{_WIDTH - _RIGHT}' y='{y + 12:.1f}' text-anchor='end'>"
-        parts.append(f"{label}{html.escape(limit.name)} {number(limit.value, 3)}</text>")
+            parts.append(html(_LINE, "limit", _LEFT, _WIDTH - _RIGHT, y, y))
+        parts.append(html(_TEXT, _WIDTH - _RIGHT, y + 12, "end", f"{limit.name} {number(limit.value, 3)}"))
     for place, s, points in known:
         drawn = [(across(x), axis.place(y)) for x, y in _thinned(points)]
         if s.dots or len(drawn) == 1:
-            parts += [f"<circle class='d{place % COLORS}' cx='{x:.1f}' cy='{y:.1f}' r='3.2'/>" for x, y in drawn]
+            dot = "<circle class='d{}' cx='{:.1f}' cy='{:.1f}' r='3.2'/>"
+            parts += [html(dot, place % COLORS, x, y) for x, y in drawn]
         if not s.dots and len(drawn) > 1:
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
-            parts.append(f"<polyline class='c{place % COLORS}' points='{path}'/>")
+            parts.append(html("<polyline class='c{}' points='{}'/>", place % COLORS, _path(drawn)))
     parts.append(_titles([(s.name, points) for _, s, points in known], limits, across))
     legend = [(f"k{place % COLORS}", s.name) for place, s, _ in known]
     return _svg(parts, legend if len(legend) > 1 else [])
 
 
-def histogram(groups: Mapping[str, Sequence[float]], bins: int = 20) -> str:
+def histogram(groups: Mapping[str, Sequence[float]], bins: int = 20) -> Html:
     """How often values occur, as shares of each group; one bar per group and bin, side by side. Empty without values."""
     named = {name: [v for v in values if math.isfinite(v)] for name, values in groups.items()}
     named = {name: values for name, values in named.items() if values}
     values = [v for own in named.values() for v in own]
     if not values:
-        return ""
+        return NOTHING
     distinct = sorted(set(values))
     low, high = distinct[0], distinct[-1]
     if len(distinct) <= bins:
@@ -118,15 +120,12 @@ def histogram(groups: Mapping[str, Sequence[float]], bins: int = 20) -> str:
         for i, share in enumerate(own):
             if share:
                 x, y = _LEFT + i * room + room * 0.1 + n * bar, axis.place(share)
-                title = html.escape(f"{name}: {share:.1f} % at {labels[i]}")
-                parts.append(
-                    f"<rect class='d{n % COLORS}' x='{x:.1f}' y='{y:.1f}' width='{max(bar - 0.5, 0.5):.1f}' "
-                    f"height='{axis.place(0) - y:.1f}'><title>{title}</title></rect>"
-                )
+                title = html("<title>{}</title>", f"{name}: {share:.1f} % at {labels[i]}")
+                parts.append(html(_BAR, f"d{n % COLORS}", x, y, max(bar - 0.5, 0.5), axis.place(0) - y, title))
     return _svg(parts, [(f"k{n % COLORS}", name) for n, name in enumerate(shares)] if len(shares) > 1 else [])
 
 
-def stacked_bars(names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]]) -> str:
+def stacked_bars(names: Sequence[str], rows: Sequence[tuple[float, Sequence[float]]]) -> Html:
     """One bar per step, or per few steps, of several parts on each other. Empty without rows.
 
     Args:
@@ -134,7 +133,7 @@ def stacked_bars(names: Sequence[str], rows: Sequence[tuple[float, Sequence[floa
         rows: a step, and the value of each part.
     """
     if not rows:
-        return ""
+        return NOTHING
     size = -(-len(rows) // _BARS)
     bars = []
     for start in range(0, len(rows), size):
@@ -150,10 +149,8 @@ def stacked_bars(names: Sequence[str], rows: Sequence[tuple[float, Sequence[floa
             top, bottom = axis.place(base + value), axis.place(base)
             base += value
             if bottom - top > 0.1:
-                parts.append(
-                    f"<rect class='d{n % COLORS}' x='{_LEFT + i * room + room * 0.08:.1f}' y='{top:.1f}' "
-                    f"width='{room * 0.84:.1f}' height='{bottom - top:.1f}'/>"
-                )
+                x = _LEFT + i * room + room * 0.08
+                parts.append(html(_BAR, f"d{n % COLORS}", x, top, room * 0.84, bottom - top, NOTHING))
         words = ", ".join(f"{name} {value:.3g} s" for name, value in zip(names, values, strict=True) if value)
         parts.append(_column(_LEFT + i * room, room, f"step {step:g}: {words}"))
     return _svg(parts, [(f"k{n % COLORS}", name) for n, name in enumerate(names)])
@@ -220,22 +217,26 @@ def _across(first: float, last: float) -> Callable[[float], float]:
     return lambda x: _LEFT + 6 + ((x - first) / span + shift) * (_WIDTH - _LEFT - _RIGHT - 12)
 
 
-def _frame(axis: _Axis, ticks: Sequence[tuple[float, str]], across: Callable[[float], float]) -> str:
+def _frame(axis: _Axis, ticks: Sequence[tuple[float, str]], across: Callable[[float], float]) -> Html:
     parts = []
     for value, text in axis.ticks():
         y = axis.place(value)
-        parts.append(f"<line class='grid' x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{y:.1f}' y2='{y:.1f}'/>")
-        parts.append(f"<text x='{_LEFT - 6}' y='{y + 4:.1f}' text-anchor='end'>{html.escape(text)}</text>")
+        parts.append(html(_LINE, "grid", _LEFT, _WIDTH - _RIGHT, y, y))
+        parts.append(html(_TEXT, _LEFT - 6, y + 4, "end", text))
     for x, text in ticks:
-        parts.append(f"<text x='{across(x):.1f}' y='{_HEIGHT - 6}' text-anchor='middle'>{html.escape(text)}</text>")
-    return "".join(parts)
+        parts.append(html(_TEXT, across(x), _HEIGHT - 6, "middle", text))
+    return together(parts)
+
+
+def _path(places: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
 def _titles(
     curves: Sequence[tuple[str, Sequence[tuple[float, float]]]],
     limits: Sequence[Limit],
     across: Callable[[float], float],
-) -> str:
+) -> Html:
     """Columns whose titles have the values of all curves at a step."""
     values = {name: dict(points) for name, points in curves}
     xs = sorted({x for own in values.values() for x in own})
@@ -249,20 +250,17 @@ def _titles(
         words = ", ".join(f"{name} {own[x]:.4g}" for name, own in values.items() if x in own)
         more = "".join(f", {name} {own.get(x, value):.4g}" for name, value, own in allowed)
         parts.append(_column(start, end - start, f"step {x:g}: {words}{more}"))
-    return "".join(parts)
+    return together(parts)
 
 
-def _column(x: float, width: float, title: str) -> str:
-    return (
-        f"<rect class='h' x='{x:.1f}' y='{_TOP}' width='{width:.1f}' height='{_HEIGHT - _TOP - _BOTTOM}'>"
-        f"<title>{html.escape(title)}</title></rect>"
-    )
+def _column(x: float, width: float, title: str) -> Html:
+    return html(_BAR, "h", x, _TOP, width, _HEIGHT - _TOP - _BOTTOM, html("<title>{}</title>", title))
 
 
-def _svg(parts: Sequence[str], legend: Sequence[tuple[str, str]]) -> str:
-    words = "".join(f"<span><i class='{kind}'></i>{html.escape(name)}</span>" for kind, name in legend)
-    drawing = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img'>{''.join(parts)}</svg>"
-    return drawing + (f"<div class='legend'>{words}</div>" if words else "")
+def _svg(parts: Sequence[Html], legend: Sequence[tuple[str, str]]) -> Html:
+    words = together(html("<span><i class='{}'></i>{}</span>", kind, name) for kind, name in legend)
+    drawing = html("<svg viewBox='0 0 {} {}' role='img'>{}</svg>", _WIDTH, _HEIGHT, together(parts))
+    return drawing + (html("<div class='legend'>{}</div>", words) if words else NOTHING)
 
 
 def _finite(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:

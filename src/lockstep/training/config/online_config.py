@@ -6,10 +6,11 @@ Fields of TRL that Lockstep does not support are refused in `__post_init__`. No 
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
@@ -20,6 +21,7 @@ from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
 from lockstep.parity.logprobs.rescoring import Precision
+from lockstep.secret import masked, without_secrets
 from lockstep.shards.settings import take_settings
 from lockstep.shards.zero.settings import check_values, take_zero_settings
 from lockstep.training.config.checks import check_fields
@@ -199,6 +201,33 @@ class OnlineConfig(
         "logit_bias",
         "limit_mm_per_prompt",
     ]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Otherwise `dataclass` would give each config a text of its own, with all values.
+        cls.__repr__ = cls.__str__  # type: ignore[method-assign, assignment]
+
+    def __str__(self) -> str:
+        return masked(super().__str__())
+
+    __repr__ = __str__
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields for a tracker, without secrets. transformers hides those whose own names end in `_token`."""
+        return {name: without_secrets(value) for name, value in super().to_dict().items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `pickle` writes, for example into `training_args.bin` of each checkpoint: the fields without secrets."""
+        return dict.fromkeys(vars(self)) | without_secrets(vars(self))
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({}, copied=lambda value, _: value)
+
+    def __deepcopy__(self, memo: dict[int, Any], copied: Any = copy.deepcopy) -> Any:
+        # A copy within the process keeps its secrets.
+        other = memo[id(self)] = type(self).__new__(type(self))
+        other.__dict__.update({name: copied(value, memo) for name, value in vars(self).items()})
+        return other
 
     def __post_init__(self) -> None:
         # transformers replaces None by a value of its own.

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lockstep.parity.resume.surroundings import device, versions
+from lockstep.secret import without_secrets
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.run_files.run_identity import curve_settings, is_bookkeeping
 
@@ -24,7 +25,7 @@ def about_run(
     rows: Mapping[str, int],
     data: Mapping[str, str],
 ) -> dict[str, Any]:
-    """What `about.json` has, in JSON types. Fields that hold a secret token are left out.
+    """What `about.json` has, in JSON types, without secrets.
 
     Args:
         engine: settings that the engine reports.
@@ -33,10 +34,10 @@ def about_run(
     """
     settings = curve_settings(config)
     return {
-        "name": config.run_name or "",
+        "name": without_secrets(config.run_name or ""),
         "method": method,
-        "model": model,
-        "engine": {name: str(value) for name, value in engine.items()},
+        "model": without_secrets(model),
+        "engine": {name: str(value) for name, value in without_secrets(engine).items()},
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": dict(rows),
         "data": dict(data),

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, writing
 from lockstep.files import free_name, publish_folder, replace_text, replacing, set_aside, sync_folder
 from lockstep.parity.receipt import RECEIPT, lines_up_to, read_log
 from lockstep.parity.resume.checkpoint import TRAINER_STATE
@@ -134,20 +132,14 @@ def guarded_save(output_dir: str | Path, step: int) -> Iterator[None]:
     Raises:
         LockstepError: the save failed, usually because the disk is full.
     """
-    try:
-        yield
-    except LockstepError:
-        # A failed proof, or another rank that has failed. It says itself what to do.
-        raise
-    except (OSError, SafetensorError, RuntimeError) as error:
-        # Python's files, safetensors and torch raise different errors when the disk is full.
+
+    def what_now() -> str:
         good = last_checkpoint(output_dir)
         keeps = f"the last good one is {good}" if good else "there is no earlier one"
-        free = shutil.disk_usage(output_dir).free / 2**30
-        raise LockstepError(
-            f"checkpoint-{step} could not be written ({free:.1f} GiB free in {output_dir}): {error}; {keeps}. Make room and "
-            "start the same command again"
-        ) from error
+        return f"{keeps}. Make room and start the same command again"
+
+    with writing(f"checkpoint-{step}", Path(output_dir), what_now):
+        yield
 
 
 def clear_places(output_dir: Path) -> None:

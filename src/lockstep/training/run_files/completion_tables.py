@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib
 import json
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
 from lockstep.report.completions import Row
+from lockstep.report.page.markup import Html
 from lockstep.training.run_files.rollout_files import kind_in_json
 
 NAME = "completions"
@@ -75,7 +75,7 @@ def _markdown(value: Any) -> str:
     if value is None:
         return ""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    marked = html.escape(text).replace("\\", "\\\\")
+    marked = str(Html.escape(text)).replace("\\", "\\\\")
     for sign in "|*_`[]#~":
         marked = marked.replace(sign, f"\\{sign}")
     return "<br>".join(marked.splitlines())

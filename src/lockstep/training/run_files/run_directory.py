@@ -21,6 +21,7 @@ from lockstep.files import free_name, replace_text
 from lockstep.parity.receipt import RECEIPT
 from lockstep.report.page.run_record import AFTER, END, REPORT, SUMMARY
 from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.secret import without_secrets
 from lockstep.training.run_files.checkpoints import (
     checkpoint_step,
     clear_places,
@@ -64,7 +65,7 @@ def open_run(output_dir: str | Path, settings: dict[str, Any]) -> Iterator[RunPl
         InputError: another process runs in the directory, the directory holds an interrupted run with other settings, or its
             files cannot be read.
     """
-    settings = json.loads(json.dumps(settings, default=str))
+    settings = without_secrets(json.loads(json.dumps(settings, default=str)))
     while True:
         folder = _place(Path(output_dir), settings)
         with locked(folder, "command"):
@@ -175,7 +176,7 @@ def _lengthen(folder: Path, earlier: dict[str, Any], settings: dict[str, Any], s
 
 def _settings_in(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / SETTINGS).read_text())
+        found = without_secrets(json.loads((folder / SETTINGS).read_text()))
         if not isinstance(found, dict):
             raise ValueError("it holds no fields")
     except (OSError, ValueError) as error:

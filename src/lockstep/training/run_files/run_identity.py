@@ -20,6 +20,7 @@ from lockstep.parity.resume.inputs import data_digest
 from lockstep.parity.resume.model_inputs import config_meaning, model_meaning, tokenizer_meaning
 from lockstep.parity.resume.surroundings import surroundings
 from lockstep.rollouts.group import Prompt
+from lockstep.secret import is_secret_name, without_secrets
 from lockstep.training.config.contradictions import BY_METRIC
 from lockstep.training.config.online_config import OnlineConfig
 
@@ -67,13 +68,14 @@ _MAY_GROW = ("max_steps", "num_train_epochs")
 
 
 def is_bookkeeping(name: str) -> bool:
-    """Whether a field may change when a run continues. This includes fields that hold a secret token: they are never stored."""
-    return name in _IGNORED or name.endswith("_token")
+    """Whether a field may change when a run continues. This includes fields that hold a secret: they are never stored."""
+    return name in _IGNORED or is_secret_name(name)
 
 
 def curve_settings(config: OnlineConfig) -> dict[str, Any]:
-    """The fields that decide what a run learns. A run can continue only with the same values, or with more steps or epochs."""
-    kept = {name: value for name, value in asdict(config).items() if not is_bookkeeping(name)}
+    """The fields that decide what a run learns, without secrets. A run can continue only with the same values, or with more steps
+    or epochs. A token is not one of them: a run may go on with another one, or with none."""
+    kept = without_secrets({name: value for name, value in asdict(config).items() if not is_bookkeeping(name)})
     return kept | ({"processes": config.world_size} if config.world_size > 1 else {})
 
 
@@ -157,11 +159,17 @@ def changed_fields(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     """Names of the fields that must be equal in two runs and are not. `method` is first, because methods differ in their fields.
 
     Args:
-        earlier: the content of `run.json`. An older version of Lockstep may have stored more fields in it.
+        earlier: the content of `run.json`. An older version of Lockstep may have stored more fields in it, and secrets.
     """
+    earlier, now = _comparable(earlier), _comparable(now)
     names = {name for name in earlier.keys() | now.keys() if not is_bookkeeping(name)}
     changed = [name for name in names if earlier.get(name) != now.get(name) and not _grew(name, earlier, now)]
     return sorted(changed, key=lambda name: (name != "method", name))
+
+
+def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without secrets. A mapping that held nothing else is as one that was not given."""
+    return {name: None if value == {} else value for name, value in without_secrets(settings).items()}
 
 
 def longer(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

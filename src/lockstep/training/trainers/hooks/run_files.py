@@ -23,6 +23,7 @@ from lockstep.files import append_line, replace_text
 from lockstep.report.page.report import render_report
 from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SHOWN, SUMMARY, read_run
 from lockstep.report.summary import summarise
+from lockstep.secret import masked
 from lockstep.training.run_files.about_run import about_run
 from lockstep.training.run_files.checkpoints import clear_places, clear_unfinished, cut_log
 from lockstep.training.run_files.lock import Occupied, locked
@@ -49,9 +50,10 @@ UNASKED = "nobody has asked for it"
 @contextmanager
 def _pages_aside(*more: type[Exception]) -> Iterator[None]:
     """A fault of the page is a warning: no run fails because of it."""
+    faults: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError, AttributeError, IndexError, *more)
     try:
         yield
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, *more) as error:
+    except faults as error:
         _logger.warning("report.html could not be written (%s: %s)", type(error).__name__, error)
 
 
@@ -211,9 +213,10 @@ class RunFiles(TrainerCallback):
         if isinstance(error, KeyboardInterrupt):
             self._end({"ended": "interrupted", "signal": self.interrupted_by or "SIGINT"})
             return
-        found = {"ended": "failed", "error": type(error).__name__, "message": str(error)}
+        found = {"ended": "failed", "error": type(error).__name__, "message": masked(str(error))}
         if isinstance(error, ProofError):
-            found |= {"check": error.check, "found": error.found, "cause": error.cause, "fix": error.fix}
+            parts = {"check": error.check, "found": error.found, "cause": error.cause, "fix": error.fix}
+            found |= {name: masked(text) for name, text in parts.items()}
         self._end(found, report=False)
         with suppress(OSError):
             self._keep_generation(failed=isinstance(error, ProofError))

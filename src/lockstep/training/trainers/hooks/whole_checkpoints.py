@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_utils import rotate_checkpoints
 
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, LockstepError, writing
 from lockstep.files import replacing
 from lockstep.models.adapters import is_adapted
 from lockstep.models.policy import BAD_FILES, first_line
@@ -176,7 +176,10 @@ class WholeCheckpoints(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model for `from_pretrained`. Where it is sharded, every rank calls, and the owner collects the weights."""
         if self.ranks.passes is None:
-            super().save_model(output_dir, _internal_call)
+            # A save of a checkpoint has more to say (`guarded_save`).
+            folder = Path(output_dir or self.args.output_dir or ".")
+            with nullcontext() if _internal_call else writing("the model", folder):
+                super().save_model(output_dir, _internal_call)
         elif not _internal_call:
             self.ranks.on_owner("export", lambda: super(WholeCheckpoints, self).save_model(output_dir))
         elif self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
