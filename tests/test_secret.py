@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 import lockstep
 from lockstep.cli.past_runs.next_commands import next_lines
+from lockstep.errors import EngineLost, InputError, Interrupted, LockstepError, ProofError
 from lockstep.parity.receipt import Receipt, read_receipt
 from lockstep.report.page.report import render_report
 from lockstep.report.page.run_record import read_run
@@ -196,6 +198,13 @@ def test_the_next_commands_have_no_secret(tmp_path: Path) -> None:
     assert "--seed 3" in lines
     assert '"dtype": "float32"' in lines
     assert none_of_them(lines)
+
+
+@pytest.mark.parametrize("kind", [LockstepError, InputError, Interrupted, lambda text: EngineLost(text, list)])
+def test_an_error_holds_no_secret_and_steers_no_terminal_wherever_it_is_shown(kind: Callable[[str], Exception]) -> None:
+    error = kind("data said \x1b]0;x\x07 with token='plainsecret' at https://me:s3cretPass@host/")
+    assert str(error) == f"data said \\x1b]0;x\\x07 with token={HIDDEN} at https://{HIDDEN}@host/"
+    assert none_of_them(str(ProofError("gap", "for hf_AbCdEf12345678", "plain", "set it")))
 
 
 def test_run_json_of_an_earlier_version_is_written_again_without_its_secrets(tmp_path: Path) -> None:

@@ -8,9 +8,19 @@ from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
 
+from lockstep.secret import masked
+from lockstep.visible import visible
+
 
 class LockstepError(RuntimeError):
-    """Base class: Lockstep refuses to continue, for the reason in the message."""
+    """Base class: Lockstep refuses to continue, for the reason in the message.
+
+    The message may quote data, files and settings of others. It shows their controls and hides their secrets, wherever it ends
+    up: in a traceback of a script, in a log, in a file of the run.
+    """
+
+    def __init__(self, *said: object) -> None:
+        super().__init__(*(visible(masked(text)) if isinstance(text, str) else text for text in said))
 
 
 class InputError(LockstepError, ValueError):

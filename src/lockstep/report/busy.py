@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from lockstep.report.waits import told_by, waiting
+from lockstep.secret import masked
 
 
 class Watcher(Protocol):
@@ -40,7 +41,7 @@ def busy(text: str, detail: Callable[[], str] = str) -> Iterator[None]:
         with waiting(text, now=detail, verb=""):
             yield
         return
-    watcher.begin(text, detail)
+    watcher.begin(masked(text), detail)
     try:
         yield
     finally:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from lockstep.secret import masked
+
 _logger = logging.getLogger(__name__)
 
 # Seconds until a wait is told. It is told again after twice the time, up to the longest.
@@ -136,7 +138,7 @@ def _line(waits: list[waiting], now: float) -> str:
     words = f"{first.what}{several}: {seconds}"
     if first.limit is not None:
         words += f" of at most {first.limit:.0f} s"
-    return " · ".join(filter(None, [words, first.now()]))
+    return masked(" · ".join(filter(None, [words, first.now()])))
 
 
 _WAITS = _Waits()
