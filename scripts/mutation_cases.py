@@ -1157,6 +1157,13 @@ MUTATIONS = [
         f"{BACKWARD}::test_a_part_of_a_certain_policy_passes_in_bf16_and_its_faults_are_found",
     ),
     Mutation(
+        "one drawn sum over the limit is enough for an error",
+        "training/step/model_gradient.py",
+        "(len(failed) > _DRAWS // 2 or not exact.is_finite)",
+        "True",
+        f"{BACKWARD}::test_the_majority_of_five_drawn_sums_is_judged",
+    ),
+    Mutation(
         "sums in half precision are over sampled ids",
         "training/step/model_gradient.py",
         "if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:",

@@ -153,6 +153,34 @@ def test_a_gradient_that_vanishes_in_float32_is_no_distance_and_a_real_one_is() 
     assert exact.distance() > 1e10
 
 
+@pytest.mark.parametrize(("times", "is_fault"), [(1, False), (2, False), (3, True)])
+def test_the_majority_of_five_drawn_sums_is_judged(
+    model: PreTrainedModel, tmp_path: Path, times: int, is_fault: bool
+) -> None:
+    policy, passes, real = policy_of(model), [], Policy.score
+
+    def score(self: Policy, *args: Any, **kwargs: Any) -> Any:
+        passes.append(1)
+        return real(self, *args, **kwargs)
+
+    with (
+        patch.object(Policy, "score", score),
+        turned(model, lambda gradient: -gradient if len(passes) <= times else gradient),
+        pytest.raises(ProofError) if is_fault else contextlib.nullcontext(),
+    ):
+        checked(policy, tmp_path)
+    assert len(passes) == (3 if is_fault else 3 + times)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_one_sum_whose_gradient_is_not_finite_is_enough(model: PreTrainedModel, tmp_path: Path, number: float) -> None:
+    with (
+        turned(model, lambda gradient: torch.full_like(gradient, number)),
+        pytest.raises(ProofError, match="not finite"),
+    ):
+        checked(policy_of(model), tmp_path)
+
+
 @pytest.fixture(scope="module")
 def certain() -> PreTrainedModel:
     """A policy that is nearly certain of every token: in bf16 the rounding of 1 − p is larger than 1 − p."""

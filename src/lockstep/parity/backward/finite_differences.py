@@ -114,6 +114,11 @@ class Directions:
         # The gradient along each direction, by tensor.
         self.along = [{n: self.along_now(k, n) for n in self.named} for k in range(_DIRECTIONS)]
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all gradients were finite."""
+        return all(map(math.isfinite, self.norms.values()))
+
     def along_now(self, number: int, name: str) -> float:
         """The gradient that a tensor holds now, along a direction."""
         gradient = self.named[name].grad
@@ -320,6 +325,8 @@ def check_model_gradient(
         ProofError: they are further apart than the limit.
     """
     directions, names = Directions(named, seed), list(named)
+    if not directions.is_finite:
+        raise ProofError("model_gradient", "the gradient of a drawn sum of log-probs is not finite", _CAUSE, _FIX)
     vanishes = directions.scale(names) < _VANISHES
     step = _CHANGE / max(directions.scale(names), 1.0)
     first = directions.compare(drawn, names, step)

@@ -12,6 +12,7 @@ again.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -218,24 +219,13 @@ class ModelGradient:
         named: Mapping[str, torch.nn.Parameter],
         seed: tuple[int, ...],
     ) -> float | None:
-        chosen, factors = self._draw(policy, sequences, seed)
-        drawn = Drawn(
-            policy.model, policy.critic, [completion_of(s) for s in chosen], factors, self._distribution(policy)
-        )
-        precision = self._config.precision
-        autocast = precision.autocast
-        if autocast is None or not self._has_exact(policy):
-            with self._gradients(policy, chosen, factors, named):
-                return self._computed(
-                    lambda: check_model_gradient(drawn, named, seed, gradient_limit(precision.dtype_of(policy.model)))
-                )
         # Without autocast the limit is narrow. Then the gradient with autocast is compared with the gradient without it.
-        exactly = replace(policy, autocast=nullcontext)
-        with self._gradients(exactly, chosen, factors, named):
-            error = self._computed(lambda: check_model_gradient(drawn, named, seed, gradient_limit(torch.float32)))
-            exact = Directions(named, seed)
-        if any(".experts." in name for name in named):
-            # Rounding may send a token to another expert, which then gets its gradient.
+        has_exact, autocast = self._has_exact(policy), self._config.precision.autocast
+        exactly = replace(policy, autocast=nullcontext) if has_exact else policy
+        limit = gradient_limit(torch.float32) if has_exact else self._limit(policy)[0]
+        error, chosen, factors, exact = self._exact_error(exactly, sequences, named, seed, limit)
+        # Under autocast, rounding may send a token to another expert, which then gets its gradient.
+        if autocast is None or not has_exact or any(".experts." in name for name in named):
             return error
         limit, distances = gradient_limit(autocast), [self._distance(policy, chosen, factors, exact)]
         for number in range(1, _DRAWS) if limit < distances[0] < math.inf else ():
@@ -246,6 +236,41 @@ class ModelGradient:
             distances.append(self._distance(policy, chosen, factors, exact))
         check_computed_gradient(distances, limit)
         return error
+
+    def _exact_error(
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        named: Mapping[str, torch.nn.Parameter],
+        seed: tuple[int, ...],
+        limit: float,
+    ) -> tuple[float | None, list[TrainingSequence], torch.Tensor, Directions]:
+        """The error of a drawn sum, its sequences, their factors, and its gradient.
+
+        Rounding may now and then add up in the gradients of a few tensors, in float32 too (SmolLM2-135M after 250 steps: 0.05 in
+        one of some 30 sums, 0.003 to 0.02 in the others). A fault is there in most sums. So the majority of five is judged.
+
+        Raises:
+            ProofError: the gradient of most drawn sums is over the limit, or that of one is not finite.
+        """
+        failed: list[ProofError] = []
+        error: float | None = None
+        for number in range(_DRAWS):
+            again = (*seed, number) if number else seed
+            chosen, factors = self._draw(policy, sequences, again)
+            completions = [completion_of(s) for s in chosen]
+            drawn = Drawn(policy.model, policy.critic, completions, factors, self._distribution(policy))
+            with self._gradients(policy, chosen, factors, named):
+                exact = Directions(named, again)
+                try:
+                    error = self._computed(functools.partial(check_model_gradient, drawn, named, again, limit))
+                except ProofError as found:
+                    failed.append(found)
+            if failed and (len(failed) > _DRAWS // 2 or not exact.is_finite):
+                raise failed[0]
+            if not failed or number + 1 - len(failed) > _DRAWS // 2:
+                break
+        return error, chosen, factors, exact
 
     def _draw(
         self, policy: Policy, sequences: Sequence[TrainingSequence], seed: tuple[int, ...]
