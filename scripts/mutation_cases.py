@@ -124,6 +124,12 @@ BASE = ("models/base_digest.py", "tests/parity/test_model_inputs.py")
 EARLY_ENDS = "tests/training/test_early_ends.py"
 SCHEDULES = "tests/parity/step/test_schedules.py"
 WHOSE = ("whose_code.py", "tests/parity/test_code_digest.py")
+LOADED_FILES = ("model_files.py", "tests/models/test_one_loader.py")
+PICTURE_FILES = (
+    "images/files.py",
+    "tests/images/test_files_of_pictures.py::test_other_formats_are_refused_whatever_the_name_says",
+)
+PRIVATE = ("private_caches.py", "tests/cli/test_private_caches.py")
 OPTIMIZER = "parity/step/optimizer_settings.py"
 STILL = "parity/step/still.py"
 DECAYS = "definitions/optimizer.py"
@@ -1263,6 +1269,11 @@ MUTATIONS = [
         '"min"',
         SCHEDULES,
     ),
+    _of(CODE, "a reward without its assignments", "elif name in own_file:", "elif False:"),
+    _of(LOADED_FILES, "whether a model's own code runs is asked", '{"trust_remote_code": False}', "{}"),
+    _of(PICTURE_FILES, "a picture chooses its decoder", "formats=FORMATS)", "formats=None)"),
+    _of(PRIVATE, "a folder of another user is private", "if found.st_uid not in (0, os.geteuid()):", "if False:"),
+    _of(PRIVATE, "an open folder is private", "if found.st_mode & stat.S_IWOTH:", "if False:"),
     _of(WHOSE, "what is installed elsewhere is the user's", "not installed.isdisjoint(found.parents)", "False"),
     _of(WHOSE, "an editable install is a package", "        if not _is_editable(distribution):", "        if True:"),
     _of(FILES, "a file is read for each class", "        if path not in self._files:", "        if True:"),
