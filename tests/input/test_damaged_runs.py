@@ -309,7 +309,7 @@ FILES = [
     Row(
         "another function in the reward's file",
         reward("def unused", "def renamed"),
-        "have changed since: your file rewards.py",
+        "have changed since: your file r.py",
     ),
     # What lies beside it.
     Row("last checkpoint empty", lambda run: (shutil.rmtree(run / LAST), (run / LAST).mkdir()), SAME, 0),
