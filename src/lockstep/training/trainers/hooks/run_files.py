@@ -45,9 +45,10 @@ _SHARE_OF_TIME = 0.01
 @contextmanager
 def _pages_aside(*more: type[Exception]) -> Iterator[None]:
     """A fault of the page is a warning: no run fails because of it."""
+    kinds: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError, AttributeError, IndexError, *more)
     try:
         yield
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, *more) as error:
+    except kinds as error:
         _logger.warning("report.html could not be written (%s: %s)", type(error).__name__, error)
 
 
