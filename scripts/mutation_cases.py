@@ -1463,7 +1463,7 @@ MUTATIONS = [
         "        shutil.rmtree(folder, ignore_errors=True)\n        # The receipt",
         "        # The receipt",
     ),
-    _of(CHECKPOINTS, "logs that know a lost checkpoint", "    _keep_logs_of_lost(folder, step)\n", ""),
+    _of(CHECKPOINTS, "logs that know a lost checkpoint", "    keep_logs_of_lost(folder, step)\n", ""),
     _of(CHECKPOINTS, "an only checkpoint that lost its state", "if damaged and damaged == found:", "if False:"),
     _of(
         CHECKPOINTS,

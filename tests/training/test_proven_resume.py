@@ -268,3 +268,47 @@ def test_a_checkpoint_that_was_compared_already_is_not_read_a_second_time(make: 
         assert run.state.global_step == 3
         with pytest.raises(AssertionError, match="read again"):
             run.check_resume(str(tmp_path / "checkpoint-1"))
+
+
+def test_a_script_goes_on_past_a_damaged_checkpoint_with_the_figures_that_it_logged(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = {"lr_scheduler_type": "constant"}
+    whole, run = make(tmp_path / "whole", max_steps=3, **fixed), tmp_path / "run"
+    whole.train()
+    make(run, **fixed).train()
+    receipt = (run / RECEIPT).read_bytes()
+    path = run / "metrics.jsonl"
+    honest = path.read_text().splitlines()
+    path.write_text(path.read_text().replace('"loss": ', '"loss": 3', 1))
+    (run / "checkpoint-2" / "trainer_state.json").unlink()
+    (run / "shown_rollouts.jsonl").write_bytes(b"\xff\n")
+    again = make(run, max_steps=3, **fixed)
+    again.train(resume_from_checkpoint=True)
+    said = capsys.readouterr().out
+    assert "checkpoint-2 cannot be read" in said
+    assert "receipt.jsonl names checkpoint-2" in said
+    assert (run / "receipt-until-step-2.jsonl").read_bytes() == receipt
+    assert "metrics.jsonl is not what the run has logged up to checkpoint-1; it is now" in said
+    assert json.loads(path.read_text().splitlines()[0]) == json.loads(honest[0])
+    assert (run / "damaged-checkpoint-2" / "model.safetensors").exists()
+    assert (run / "damaged-shown_rollouts.jsonl").read_bytes() == b"\xff\n"
+    assert methods.logs(again) == methods.logs(whole)
+
+
+def test_changed_inputs_of_an_attempt_without_a_checkpoint_do_not_count(make: Make, tmp_path: Path) -> None:
+    make(tmp_path).train()
+
+    class Killed(Exception):
+        pass
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    attempt = make(tmp_path, {"train_dataset": other_rows()}, max_steps=4, resume_with_changes=True)
+    with patch.object(Trainer, "_save_checkpoint", killed), pytest.raises(Killed):
+        resume(attempt, tmp_path)
+    with pytest.raises(InputError, match="these have changed since: train data"):
+        resume(make(tmp_path, {"train_dataset": other_rows()}, max_steps=4), tmp_path)
+    resume(make(tmp_path, max_steps=3), tmp_path)
+    check_receipt(tmp_path / RECEIPT)

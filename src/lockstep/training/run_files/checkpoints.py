@@ -161,7 +161,7 @@ def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
     """
     folder = Path(output_dir)
     step = checkpoint_step(checkpoint) if checkpoint is not None else 0
-    _keep_logs_of_lost(folder, step)
+    keep_logs_of_lost(folder, step)
     for path in _checkpoints(folder):
         if checkpoint is not None and checkpoint_step(path) > step:
             shutil.rmtree(path)
@@ -202,7 +202,7 @@ def _is_broken(line: bytes) -> bool:
         return bool(line.strip())
 
 
-def _keep_logs_of_lost(folder: Path, step: int) -> None:
+def keep_logs_of_lost(folder: Path, step: int) -> None:
     """Copy the logs if the receipt names a checkpoint after `step` that is neither there nor was being written."""
     receipt = folder / RECEIPT
     if not receipt.is_file():

@@ -50,10 +50,10 @@ UNASKED = "nobody has asked for it"
 @contextmanager
 def _pages_aside(*more: type[Exception]) -> Iterator[None]:
     """A fault of the page is a warning: no run fails because of it."""
-    faults: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError, AttributeError, IndexError, *more)
+    kinds: tuple[type[Exception], ...] = (ValueError, KeyError, TypeError, AttributeError, IndexError, *more)
     try:
         yield
-    except faults as error:
+    except kinds as error:
         _logger.warning("report.html could not be written (%s: %s)", type(error).__name__, error)
 
 

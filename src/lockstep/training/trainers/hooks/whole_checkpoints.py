@@ -36,6 +36,7 @@ from lockstep.training.run_files.checkpoints import (
     checkpoint_step,
     finish_replacement,
     guarded_save,
+    keep_logs_of_lost,
     last_checkpoint,
     publish,
     set_damaged_aside,
@@ -113,6 +114,8 @@ class WholeCheckpoints(Trainer):
             )
             if changed:
                 self.inputs["changed"] = changed
+            if folder.parent.resolve() == Path(self.args.output_dir or ".").resolve():
+                keep_logs_of_lost(folder.parent, checkpoint_step(folder))
             here = Path(self.args.output_dir or ".") / RECEIPT
             if not here.exists():
                 # The run goes on in another directory. Its chain goes on there too.
