@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -220,7 +221,10 @@ def await_restart(server: Server, said: str, limit: float) -> None:
 
 
 @pytest.mark.long
-def test_a_server_whose_engine_cannot_send_answers_any_more_is_started_again(untied_dir: str, tmp_path: Path) -> None:
+def test_a_server_whose_engine_cannot_send_answers_is_started_again_and_leaves_nothing(
+    untied_dir: str, tmp_path: Path
+) -> None:
+    earlier = set(Path(tempfile.gettempdir()).iterdir())
     with serve(untied_dir, tmp_path) as server:
         # Half of a character, which no answer of the engine can carry: it ends the thread that sends the engine's answers.
         broken = {"method": "lockstep_pictures", "args": [json.dumps(["\ud800"])]}
@@ -229,6 +233,16 @@ def test_a_server_whose_engine_cannot_send_answers_any_more_is_started_again(unt
         await_restart(server, "starting it again", 60)
         asking.join()
         assert ask(server, "/collective_rpc", {"method": "lockstep_state"}, 60.0) == 200
+        # The files through which vLLM's processes meet, of both starts, are in the folder of this server.
+        (folder,) = [
+            path
+            for path in set(Path(tempfile.gettempdir()).glob("lockstep-*")) - earlier
+            if (path / "owner.lock").exists()
+        ]
+        assert list(folder.glob("vllm_dist_*"))
+        listed = [line.split()[1] for line in (folder / "shared-memory").read_text().splitlines()]
+    assert not folder.exists()
+    assert [name for name in listed if (Path("/dev/shm") / name).exists()] == []
 
 
 @pytest.mark.release

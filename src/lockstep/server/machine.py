@@ -75,13 +75,23 @@ def check_file_limit() -> None:
 
 def has_stopped_process(session: int) -> bool:
     """Whether a process of a session is stopped by a signal (SIGSTOP). It then answers nothing, and nobody notices its end."""
+    return "T" in _states_of(session).values()
+
+
+def processes_of(session: int) -> list[int]:
+    """The ids of the processes of a session."""
+    return list(_states_of(session))
+
+
+def _states_of(session: int) -> dict[int, str]:
+    states = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # The name before the closing bracket may contain anything.
             state, _, _, found = stat.read_text(errors="replace").rpartition(")")[2].split()[:4]
-            if state == "T" and int(found) == session:
-                return True
-    return False
+            if int(found) == session:
+                states[int(stat.parent.name)] = state
+    return states
 
 
 class KillAtExit:

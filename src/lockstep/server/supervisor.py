@@ -15,16 +15,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum, auto
+from pathlib import Path
 
 import httpx
 
 from lockstep import bounded_http
 from lockstep.engines.http.server_calls import HEALTH
+from lockstep.engines.vllm.workers.environment import SOCKETS
+from lockstep.engines.vllm.workers.leftovers import note, remove_listed
 from lockstep.errors import InputError, LockstepError
 from lockstep.report.waits import waiting
 from lockstep.server.guard import SILENT_LIMIT, SILENT_STATUS
 from lockstep.server.launch import BAD_ARGUMENTS
-from lockstep.server.machine import KillAtExit, has_stopped_process
+from lockstep.server.machine import KillAtExit, has_stopped_process, processes_of
 
 # Seconds between two looks at the server's process, between two health checks, and that one health check may take.
 _TICK = 0.25
@@ -44,8 +47,8 @@ _START_LIMIT = 1800.0
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 5.0
 # If a server was healthy for this many seconds, the wait after its end is the first wait again.
 _STEADY = 60.0
-# Seconds that a server may take to end.
-_STOP_LIMIT = 15.0
+# Seconds that a server may take to end. It has nothing to save, and waits for open calls.
+_STOP_LIMIT = 5.0
 # The status that stands for a port on which no program listens.
 _REFUSED = 0
 
@@ -140,6 +143,8 @@ class Supervisor:
                         last_healthy = time.monotonic()
                     if not has_stopped_process(self._child.pid):
                         running_at = time.monotonic()
+                    if health is Health.HEALTHY:
+                        self._note_files(self._child.pid)
                     failing_since = (failing_since or now) if health is Health.FAILING else None
                     if health is Health.HEALTHY and healthy_since is None and self._is_ours():
                         healthy_since = time.monotonic()
@@ -199,9 +204,17 @@ class Supervisor:
                     child.wait(_STOP_LIMIT)
             except subprocess.TimeoutExpired:
                 self._say(f"the server did not stop within {_STOP_LIMIT:.0f} s; killing it")
+        self._note_files(child.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+        if folder := self._environment.get(SOCKETS):
+            remove_listed(Path(folder))
+
+    def _note_files(self, session: int) -> None:
+        """Note the files in shared memory that the server's processes use, for whoever removes what they leave."""
+        if folder := self._environment.get(SOCKETS):
+            note(Path(folder), processes_of(session))
 
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds

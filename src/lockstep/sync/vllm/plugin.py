@@ -8,7 +8,11 @@ import torch
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
 from lockstep.engines.vllm.patches.kept_ids import carry_kept_ids
 from lockstep.engines.vllm.patches.norms import register_norms
-from lockstep.engines.vllm.workers.environment import end_with_trainer, end_without_carriers
+from lockstep.engines.vllm.workers.environment import (
+    end_with_trainer,
+    end_without_carriers,
+    keep_files_together,
+)
 
 Result = TypeVar("Result")
 _CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "ServerWeightTransfer"}
@@ -26,6 +30,7 @@ def register() -> None:
     """
     end_with_trainer()
     end_without_carriers()
+    keep_files_together()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.models import registry
 

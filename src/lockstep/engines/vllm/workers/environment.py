@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from lockstep.child_environment import KEY_VARIABLE
+from lockstep.engines.vllm.workers.leftovers import owned, remove_dead
 
 # vLLM's processes unpickle messages from each other, so that their sockets must not be reachable from other machines.
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_LOOPBACK_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -54,11 +55,18 @@ def cpu_settings(threads: int) -> dict[str, str]:
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """A new folder for the sockets between vLLM's processes. Only this user can open it. The context removes it at its end."""
+    """A new folder for the sockets and temporary files of vLLM's processes. Only this user can open it.
+
+    The context removes it at its end, and at its beginning those of engines whose owners were killed.
+    """
     default = tempfile.gettempdir()
     parent = default if len(default) <= _LONGEST_FOLDER - len("/lockstep-12345678") else "/tmp"
+    remove_dead(Path(parent))
     # The processes may be killed at any moment and leave sockets behind.
-    with tempfile.TemporaryDirectory(prefix="lockstep-", dir=parent, ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="lockstep-", dir=parent, ignore_cleanup_errors=True) as folder,
+        owned(Path(folder)),
+    ):
         yield Path(folder)
 
 
@@ -201,6 +209,26 @@ def end_without_carriers() -> None:
 
     end.lockstep_ends = True  # type: ignore[attr-defined]
     threading.excepthook = end
+
+
+@contextmanager
+def files_in(folder: Path) -> Iterator[None]:
+    """Inside the context, vLLM in this process puts its temporary files into a folder."""
+    with _environment({SOCKETS: os.fspath(folder)}):
+        yield
+
+
+def keep_files_together() -> None:
+    """Let vLLM put the file through which its processes meet into the private folder of the engine, where there is one."""
+    from vllm.utils import network_utils
+
+    class Folder:
+        @staticmethod
+        def gettempdir() -> str:
+            return os.environ.get(SOCKETS) or tempfile.gettempdir()
+
+    # The module uses nothing else of it.
+    network_utils.tempfile = Folder
 
 
 def close_at_exit(close: Callable[[], None]) -> Callable[[], None]:

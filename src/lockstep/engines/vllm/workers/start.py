@@ -15,7 +15,8 @@ import torch
 from lockstep.collector import collector_off
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.engines.vllm.patches.eager import count_without_compiling, import_without_compiler
-from lockstep.engines.vllm.workers.environment import keep_process_group, process_start, socket_folder
+from lockstep.engines.vllm.workers.environment import files_in, keep_process_group, process_start, socket_folder
+from lockstep.engines.vllm.workers.leftovers import note, shared_by
 from lockstep.engines.vllm.workers.own import OwnWorker
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
 from lockstep.errors import InputError
@@ -66,7 +67,7 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
     with code_refused():
         if workers > 1:
             return _start_processes(LLM, arguments, workers, resources)
-        return _start_here(LLM, arguments, compiles)
+        return _start_here(LLM, arguments, compiles, resources)
 
 
 def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> OwnWorker | WorkerProcesses:
@@ -107,9 +108,13 @@ def _start_processes(make: type[LLM], arguments: Mapping[str, Any], workers: int
 
     keep_process_group()
     own = {_EXECUTOR: "mp", "worker_extension_cls": WORKER_EXTENSION}
-    with process_start(workers, resources.enter_context(socket_folder())):
+    folder, before = resources.enter_context(socket_folder()), shared_by(os.getpid())
+    with process_start(workers, folder):
         try:
-            return make(weight_transfer_config=WeightTransferConfig(backend=SERVER_BACKEND), **{**arguments, **own})
+            made = make(weight_transfer_config=WeightTransferConfig(backend=SERVER_BACKEND), **{**arguments, **own})
+            # This process is the parent of the workers, and shares semaphores and queues with them.
+            note(folder, [os.getpid()], before)
+            return made
         except Exception as error:
             if type(error) is not Exception:
                 raise
@@ -117,14 +122,14 @@ def _start_processes(make: type[LLM], arguments: Mapping[str, Any], workers: int
             raise RuntimeError(f"a worker process did not start; its own error is above ({error})") from error
 
 
-def _start_here(make: type[LLM], arguments: Mapping[str, Any], compiles: bool) -> LLM:
+def _start_here(make: type[LLM], arguments: Mapping[str, Any], compiles: bool, resources: ExitStack) -> LLM:
     from vllm.config import WeightTransferConfig
 
     from lockstep.engines.vllm.patches.model_classes import own_classes_for_vllm
 
     if not compiles:
         count_without_compiling()
-    with own_classes_for_vllm() as separate:
+    with own_classes_for_vllm() as separate, files_in(resources.enter_context(socket_folder())):
         llm = make(weight_transfer_config=WeightTransferConfig(backend=IN_PROCESS_BACKEND), **arguments)
         llm.apply_model(separate)
     return llm
