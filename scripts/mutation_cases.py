@@ -1318,14 +1318,13 @@ MUTATIONS = [
         '"min"',
         SCHEDULES,
     ),
-    _of(CODE, "a reward without its assignments", "elif name in own_file:", "elif False:"),
     _of(LOADED_FILES, "whether a model's own code runs is asked", '{"trust_remote_code": False}', "{}"),
     _of(PICTURE_FILES, "a picture chooses its decoder", "formats=FORMATS)", "formats=None)"),
     _of(PRIVATE, "a folder of another user is private", "if found.st_uid not in (0, os.geteuid()):", "if False:"),
     _of(PRIVATE, "an open folder is private", "if found.st_mode & stat.S_IWOTH:", "if False:"),
     _of(WHOSE, "what is installed elsewhere is the user's", "not installed.isdisjoint(found.parents)", "False"),
     _of(WHOSE, "an editable install is a package", "        if not _is_editable(distribution):", "        if True:"),
-    _of(FILES, "a file is read for each class", "        if path not in self._files:", "        if True:"),
+    _of(OWN_FILES, "a file is read for each class", "        if path not in self._files:", "        if True:"),
     # the optimizer's settings
     _of_settings(
         OPTIMIZER,
@@ -1614,9 +1613,9 @@ MUTATIONS = [
     # input
     Mutation(
         "a terminal in ASCII",
-        "cli/main.py",
-        "    _print_anything()\n    words",
-        "    words",
+        "cli/process/streams.py",
+        '        "backslashreplace",',
+        '        "strict",',
         "tests/input/test_bad_words.py::test_a_terminal_in_ascii_ends_in_no_traceback",
     ),
     _of(CHECKS, "numbers that are NaN", "math.isnan(value) or ", ""),
@@ -2517,8 +2516,8 @@ MUTATIONS = [
     Mutation(
         "another temperature is accepted",
         "gateway/parameters.py",
-        "float(value) != float(ours)",
-        "False",
+        "or value != ours:",
+        "or False:",
         "tests/gateway/test_requests.py",
     ),
     Mutation(
@@ -2552,8 +2551,8 @@ MUTATIONS = [
     Mutation(
         "an agent gets the key of the engine's server",
         "gateway/agents.py",
-        "if name != KEY_VARIABLE}",
-        "}",
+        "**for_users_code(), BASE_URL",
+        "**os.environ, BASE_URL",
         "tests/gateway/test_agents.py::TestCommands",
     ),
     Mutation(
@@ -3019,24 +3018,10 @@ MUTATIONS = [
         f"{RUN_FILES[1]}::test_a_script_leaves_the_files_of_the_command_line",
     ),
     Mutation(
-        "a token's text is markup in the report",
-        "report/page/rollouts.py",
-        "{html.escape(text[:_TOKEN])}</i>",
-        "{text[:_TOKEN]}</i>",
-        SAFE,
-    ),
-    Mutation(
-        "settings are markup in the report",
-        "report/page/report.py",
-        "{html.escape(_short(value))}",
-        "{_short(value)}",
-        SAFE,
-    ),
-    Mutation(
-        "the error of a failed proof is markup in the report",
-        "report/page/proofs.py",
-        "<td class='said'>{html.escape(text)}</td></tr>",
-        "<td class='said'>{text}</td></tr>",
+        "texts are markup in the report",
+        "report/page/markup.py",
+        "return super().escape(",
+        "return cls(",
         SAFE,
     ),
     Mutation(
