@@ -37,14 +37,16 @@ class Row(NamedTuple):
     code: int = 2
 
 
-def rows(*table: Row | tuple) -> Any:
-    """The rows as parameters of a test."""
+def rows(*table: Row | tuple, release: frozenset[str] = frozenset()) -> Any:
+    """The rows as parameters of a test. Those whose names are in `release` run before a release only."""
     made = [row if isinstance(row, Row) else Row(*row) for row in table]
     names = [row.name for row in made]
     assert len(set(names)) == len(names), (
         f"two rows have the same name: {sorted({n for n in names if names.count(n) > 1})}"
     )
-    return pytest.mark.parametrize("row", made, ids=lambda row: row.name)
+    assert release <= set(names), release - set(names)
+    marked = [pytest.param(row, marks=pytest.mark.release) if row.name in release else row for row in made]
+    return pytest.mark.parametrize("row", marked, ids=lambda row: row.name)
 
 
 @contextmanager
