@@ -99,7 +99,7 @@ def use_processor(monkeypatch: pytest.MonkeyPatch, folder: str, **changes: Any) 
     processor = AutoImageProcessor.from_pretrained(folder)
     for name, value in changes.items():
         setattr(processor, name, value)
-    monkeypatch.setattr(prompts.AutoImageProcessor, "from_pretrained", lambda path: processor)
+    monkeypatch.setattr(prompts.AutoImageProcessor, "from_pretrained", lambda path, **more: processor)
     return processor
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,17 +137,17 @@ def test_a_disk_that_is_full_when_a_run_goes_on_leaves_the_receipt_as_it_was(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def half(path: Path, text: str, *_: object, **__: object) -> None:
-        path.write_bytes(text[: len(text) // 2].encode())
-        full()
-
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with monkeypatch.context() as patched:
         if call == "write":
-            patched.setattr(Path, "write_text", half)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
         else:
             patched.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="No space left"):
-            Receipt(tmp_path / "receipt.jsonl", 2)
+        try:
+            with pytest.raises(OSError, match=r"No space left|File too large"):
+                Receipt(tmp_path / "receipt.jsonl", 2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / "receipt.jsonl").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["receipt.jsonl"]
     Receipt(tmp_path / "receipt.jsonl", 2).append({"step": 3, "max_abs_gap": 2e-6})

@@ -31,7 +31,7 @@ SILENT = {
         engines/http/transport.py::finish_all engines/http/vllm_server.py::VLLMServer.score
         engines/http/vllm_server.py::VLLMServer.load engines/inbox.py::Inbox._await
         environments/verifiers.py::VerifiersAgent.__call__ gateway/agents.py::Agent._execute gateway/program.py::AgentProgram._run
-        images/urls.py::ImageUrls.fetch rollouts/across_ranks/ranks.py::Ranks._gathered
+        bounded_http.py::run images/urls.py::ImageUrls.fetch rollouts/across_ranks/ranks.py::Ranks._gathered
         rollouts/across_ranks/ranks.py::Ranks._scattered rollouts/driver.py::Running.finish
         rollouts/driver.py::Running.await_begin rollouts/programs/environment_process.py::_exchange
         rollouts/programs/workers.py::_within rollouts/scores/coroutines.py::run_coroutine
@@ -60,7 +60,9 @@ SILENT = {
         server/machine.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
     "it ends at once: the lock is refused, or the store is this process": """
         server/machine.py::reserved_port sync/wire/groups/meeting.py::open_store sync/wire/slots.py::TrainerLock.__init__
-        sync/wire/slots.py::is_unlocked training/run_files/lock.py::_take""",
+        sync/wire/slots.py::is_unlocked training/run_files/lock.py::_take engines/vllm/workers/leftovers.py::owned
+        engines/vllm/workers/leftovers.py::remove_dead""",
+    "the engine's answer is not awaited: the next question looks for it": "server/guard.py::KeyGuard._say_health",
     "it is the work of this process": """
         engines/inbox.py::answer_all engines/tensor_specs.py::begin_specs engines/vllm/workers/own.py::OwnWorker.__init__
         engines/vllm/workers/own.py::OwnWorker.load engines/vllm/workers/own.py::OwnWorker.keep_adapter

@@ -18,11 +18,11 @@ from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import ProofError
+from lockstep.parity.resume import surroundings
 from lockstep.report.kept_rollouts import rollout_files
 from lockstep.report.log_lines import LogLines
 from lockstep.report.page.run_record import read_run
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.run_files import about_run
 from lockstep.training.run_files.whole_run import METRICS
 from lockstep.training.trainers.hooks import run_files
 from lockstep.training.trainers.hooks.run_files import RunFiles
@@ -72,10 +72,10 @@ def test_a_source_tree_that_is_not_installed_has_no_version_and_trains(monkeypat
             raise PackageNotFoundError(name)
         return "1.0"
 
-    assert "lockstep" in about_run._versions()
-    monkeypatch.setattr(about_run, "version", version)
-    assert about_run._versions()["torch"] == "1.0"
-    assert "lockstep" not in about_run._versions()
+    assert "lockstep" in surroundings.versions()
+    monkeypatch.setattr(surroundings, "version", version)
+    assert surroundings.versions()["torch"] == "1.0"
+    assert "lockstep" not in surroundings.versions()
 
 
 def test_a_script_leaves_the_files_of_the_command_line(
