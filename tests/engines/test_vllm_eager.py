@@ -44,6 +44,7 @@ def test_a_request_with_logprobs_compiles_nothing(tied_vllm: VLLMInProcess, tied
 
 
 @pytest.mark.skipif(not VLLM, reason="vLLM is not installed")
+@pytest.mark.release
 def test_the_compilers_table_is_not_loaded_with_vllm_and_can_be_loaded_later() -> None:
     code = """
 import sys

@@ -68,6 +68,7 @@ def test_workers_get_settings_of_their_own_and_the_trainer_keeps_its_environment
 @pytest.mark.vllm
 @needs_vllm
 @pytest.mark.parametrize(("context", "times"), [("ours", 1), pytest.param("none", 2, marks=pytest.mark.release)])
+@pytest.mark.release
 def test_a_script_without_a_guard_is_not_run_again_by_the_processes_of_the_engine(
     context: str, times: int, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ CAUGHT_BY = {
 }
 
 
+@pytest.mark.release
 def test_every_fault_of_weights_in_8_bits_is_caught(untied_dir: str, tmp_path: Path) -> None:
     with stage_on(untied_dir, tmp_path, use_vllm=True, bf16=True, vllm_quantization="fp8_per_channel") as stage:
         control, *verdicts = run_self_test(stage, lambda name: None, QUANTISED_FAULTS)

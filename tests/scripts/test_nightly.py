@@ -44,6 +44,7 @@ def soon(seconds: float = 100.0) -> float:
     return time.monotonic() + seconds
 
 
+@pytest.mark.release
 def test_the_release_tests_are_run_and_counted(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failing = TESTS.replace("def test_passes(): pass", "def test_passes(): assert 1 == 2")
     (tree / "tests" / "test_a.py").write_text(failing)

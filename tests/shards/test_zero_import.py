@@ -5,8 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys
+
+import pytest
 import lockstep.cli.main
 import lockstep.shards.zero.weights
 import lockstep.training.trainers.grpo
@@ -20,6 +24,7 @@ assert "deepspeed" not in sys.modules
 """
 
 
+@pytest.mark.release
 def test_the_trainers_and_the_settings_import_no_deepspeed() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

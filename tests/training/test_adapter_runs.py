@@ -240,6 +240,7 @@ def test_a_quantised_run_raises_no_gap_and_moves_the_adapter_alone(
     assert all(log["parity/max_abs_gap"] < 1e-3 for log in logs)
 
 
+@pytest.mark.release
 def test_a_quantised_run_goes_on_where_it_was_to_the_bit(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
     whole = trainer(untied_dir, tmp_path / "whole", hf_engine, lora(), FOUR_BITS, max_steps=4)
     whole.train()

@@ -53,6 +53,7 @@ def test_the_curve_is_that_of_merged_weights_within_rounding(
     assert any(float(value.abs().max()) > 1e-2 for name, value in ended.items() if "lora_B" in name)
 
 
+@pytest.mark.release
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
     untied_dir: str, tmp_path: Path, engine: VLLMInProcess
 ) -> None:

@@ -62,6 +62,7 @@ def logs(made: Any) -> list[dict[str, float]]:
 
 
 class TestLearning:
+    @pytest.mark.release
     def test_an_unchanged_script_learns(self, untied_dir: str, tmp_path: Path) -> None:
         made = trainer(untied_dir, tmp_path, two_turns, max_steps=12, per_device_train_batch_size=32, num_generations=8)
         made.train()

@@ -110,6 +110,7 @@ def test_an_engine_that_samples_otherwise_is_found_and_the_setting_is_named(
     assert said in str(raised.value)
 
 
+@pytest.mark.release
 def test_in_bf16_the_gap_stays_within_the_limits_of_bf16(untied_dir: str, tmp_path: Path) -> None:
     engine = VLLMInProcess(untied_dir, dtype=torch.bfloat16, max_model_len=CONTEXT)
     try:

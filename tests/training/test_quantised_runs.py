@@ -103,6 +103,7 @@ def test_log_probs_of_another_distribution_are_refused_at_the_start(
     assert run.state.global_step == 0
 
 
+@pytest.mark.release
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
     untied_dir: str, tmp_path: Path, engine: VLLMInProcess
 ) -> None:
