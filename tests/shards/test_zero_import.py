@@ -9,8 +9,6 @@ import pytest
 
 CODE = """
 import sys
-
-import pytest
 import lockstep.cli.main
 import lockstep.shards.zero.weights
 import lockstep.training.trainers.grpo
