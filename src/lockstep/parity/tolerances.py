@@ -123,8 +123,8 @@ def gradient_limit(trainer: torch.dtype) -> float:
     Args:
         trainer: dtype in which the trainer computes its forward.
     """
-    # Measured: fp32 3e-7 to 7e-6 on four tiny families, 4e-3 on SmolLM2-135M with text. bf16 0.01 to 0.02, and 0.10 with almost
-    # hard attention (qwen2). Half of attention's gradient: 0.4 to 0.7.
+    # Measured: fp32 3e-7 to 7e-6 on four tiny families, 4e-3 on SmolLM2-135M with text, and 0.05 once in training.
+    # bf16 0.01 to 0.02, and 0.10 with almost hard attention (qwen2). Half of attention's gradient: 0.4 to 0.7.
     if trainer not in (torch.float32, torch.float64):
         return 0.4
     # Products in TF32 have 11 bits. Not measured here.
