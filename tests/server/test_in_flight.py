@@ -101,7 +101,8 @@ def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_i
 ) -> None:
     model = make_model()
     push_weights(model, engine, 1)
-    asked = long_requests(150, 400)
+    # Requests of one length end together. Then a pause between two waves of them would cross none.
+    asked = [replace(r, sampling=Sampling(140 + 2 * i)) for i, r in enumerate(long_requests(150, 400))]
     answers: dict[RequestKey, Completion] = {}
     worker = begin(server, lambda: answers.update(engine.generate(asked)))
     engine.begin_update()

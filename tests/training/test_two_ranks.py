@@ -333,6 +333,7 @@ def test_the_command_runs_on_two_ranks_and_leaves_and_says_everything_once(untie
     assert steps == [1, 2]
     assert [entry["kind"] for entry in check_entries(tmp_path / "run")] == [
         "start",
+        "evaluation",
         "step",
         "checkpoint",
         "step",

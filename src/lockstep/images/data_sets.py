@@ -18,16 +18,19 @@ from lockstep.images.files import check_together, open_header
 from lockstep.images.urls import is_url
 
 
+def has_pictures(data: Any) -> bool:
+    """Whether a column of a data set or a stream holds pictures, at any depth."""
+    given = data.features if isinstance(data, Dataset | IterableDataset) else None
+    return any(_own(feature) is not feature for feature in (given or {}).values())
+
+
 def with_own_decoder(data: Any) -> Any:
-    """A data set, or a stream, that gives the same rows and reads pictures as `images/files.py` allows. Others stay as they are.
+    """A data set, or a stream, with pictures, that gives the same rows and reads pictures as `images/files.py` allows.
 
     A picture that a row names by a URL stays `{"bytes": None, "path": URL}`: `image_urls` says which are fetched.
     Reading a row raises an InputError if a picture cannot be read, or if those of the row are too large together.
     """
-    given = data.features if isinstance(data, Dataset | IterableDataset) else None
-    features = {name: _own(feature) for name, feature in (given or {}).items()}
-    if not given or all(features[name] is feature for name, feature in given.items()):
-        return data
+    features = {name: _own(feature) for name, feature in data.features.items()}
     made = copy.copy(data)
     # `cast` would write all rows anew.
     made._info = data.info.copy()

@@ -19,7 +19,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from lockstep.errors import InputError
-from lockstep.images.data_sets import with_own_decoder
+from lockstep.images.data_sets import has_pictures, with_own_decoder
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.data.prompts import check_dataset, datasets_of_environment
 
@@ -57,7 +57,8 @@ def read_data(train: Any, evaluation: Any, config: OnlineConfig, environment_fac
             stream without `max_steps`.
     """
     ordered = isinstance(train, IterableDataset)
-    train = with_own_decoder(train)
+    if has_pictures(train):
+        train = with_own_decoder(train)
     check_dispatch(train, evaluation, config)
     if ordered:
         train = _training_rows(train, config)
@@ -95,7 +96,7 @@ def read_sets(given: Any) -> Any:
     """What the user gave as `eval_dataset`, with streams read to their end: a dataset, a mapping of datasets by name, or None."""
     if isinstance(given, Mapping):
         return {name: read_sets(data) for name, data in given.items()}
-    own = with_own_decoder(given)
+    own = with_own_decoder(given) if has_pictures(given) else given
     return _rows(own) if isinstance(own, IterableDataset) else own
 
 
