@@ -110,23 +110,8 @@ static int fails(int happens)
 #define REAL(name) static __typeof__(name) *real; if (!real) real = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
 #define WRITES(flags) ((flags) & (O_WRONLY | O_RDWR | O_CREAT | O_TRUNC))
 
-#define OPEN(name)                                                              \
-    int name(const char *path, int flags, ...)                                  \
-    {                                                                           \
-        REAL(name);                                                             \
-        va_list more;                                                           \
-        va_start(more, flags);                                                  \
-        mode_t rights = (flags & (O_CREAT | O_TMPFILE)) ? va_arg(more, mode_t) : 0; \
-        va_end(more);                                                           \
-        if (counter && WRITES(flags) && path_is_below(AT_FDCWD, path) && fails(met(flags & O_CREAT))) \
-            return -1;                                                          \
-        return real(path, flags, rights);                                       \
-    }
-OPEN(open)
-OPEN(open64)
-
-#define OPENAT(name)                                                            \
-    int name(int directory, const char *path, int flags, ...)                   \
+#define OPENING(name, parameters, directory, ...)                               \
+    int name parameters                                                         \
     {                                                                           \
         REAL(name);                                                             \
         va_list more;                                                           \
@@ -135,8 +120,13 @@ OPEN(open64)
         va_end(more);                                                           \
         if (counter && WRITES(flags) && path_is_below(directory, path) && fails(met(flags & O_CREAT))) \
             return -1;                                                          \
-        return real(directory, path, flags, rights);                            \
+        return real(__VA_ARGS__);                                               \
     }
+#define OPEN(name) OPENING(name, (const char *path, int flags, ...), AT_FDCWD, path, flags, rights)
+#define OPENAT(name) \
+    OPENING(name, (int directory, const char *path, int flags, ...), directory, directory, path, flags, rights)
+OPEN(open)
+OPEN(open64)
 OPENAT(openat)
 OPENAT(openat64)
 

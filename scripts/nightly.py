@@ -153,22 +153,7 @@ def kill_sweep(seed: int, until: float, more: Sequence[str] = ("--most", "100000
     Args:
         more: further arguments of `scripts/kill_sweep.py`.
     """
-    start = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        # The case that has begun may end.
-        seconds = max((until - start) * 0.8, 1.0)
-        words = ["--seed", seed, "--seconds", f"{seconds:.0f}", *more]
-        code = run_program([PYTHON, "scripts/kill_sweep.py", *words], until, log)
-        said = re.search(r"^(\d+) of (\d+) cases were right, of (\d+) cases", log.read_text(), re.M)
-        if code or said is None:
-            show_end(f"kill sweep: exit code {code}", log)
-        if said is None:
-            why = "NOT ENDED in its time" if code is None else f"NO VERDICTS, exit code {code}"
-            return [Result("kill sweep", 0, 0, time.monotonic() - start, said=why)]
-    right, ran, cases = map(int, said.groups())
-    why = "" if code == 0 or right < ran else f"FAILED, exit code {code}"
-    return [Result("kill sweep", ran, cases, time.monotonic() - start, ran - right, why)]
+    return _cases("kill sweep", "scripts/kill_sweep.py", "cases were right", seed, until, more)
 
 
 def release_tests(seed: int, until: float, root: Path = ROOT) -> list[Result]:
@@ -221,22 +206,27 @@ def mutations(seed: int, until: float, more: Sequence[str] = ()) -> list[Result]
     Args:
         more: further arguments of `scripts/mutations.py`.
     """
+    jobs = ("--jobs", str(LANES))
+    return _cases("mutations", "scripts/mutations.py", "faults were caught", seed, until, (*jobs, *more))
+
+
+def _cases(name: str, script: str, judged: str, seed: int, until: float, more: Sequence[str]) -> list[Result]:
+    """Cases of a script that takes a seed and a number of seconds, and that prints "N of M `judged`, of K cases"."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         # The cases that have begun may end.
         seconds = max((until - start) * 0.8, 1.0)
-        words = ["--seed", seed, "--seconds", f"{seconds:.0f}", "--jobs", LANES, *more]
-        code = run_program([PYTHON, "scripts/mutations.py", *words], until, log)
-        said = re.search(r"^(\d+) of (\d+) faults were caught, of (\d+) cases", log.read_text(), re.M)
+        code = run_program([PYTHON, script, "--seed", seed, "--seconds", f"{seconds:.0f}", *more], until, log)
+        said = re.search(rf"^(\d+) of (\d+) {judged}, of (\d+) cases", log.read_text(), re.M)
         if code or said is None:
-            show_end(f"mutations: exit code {code}", log)
+            show_end(f"{name}: exit code {code}", log)
         if said is None:
             why = "NOT ENDED in its time" if code is None else f"NO VERDICTS, exit code {code}"
-            return [Result("mutations", 0, 0, time.monotonic() - start, said=why)]
-    caught, ran, cases = map(int, said.groups())
-    why = "" if code == 0 or caught < ran else f"FAILED, exit code {code}"
-    return [Result("mutations", ran, cases, time.monotonic() - start, ran - caught, why)]
+            return [Result(name, 0, 0, time.monotonic() - start, said=why)]
+    right, ran, cases = map(int, said.groups())
+    why = "" if code == 0 or right < ran else f"FAILED, exit code {code}"
+    return [Result(name, ran, cases, time.monotonic() - start, ran - right, why)]
 
 
 PARTS = (
