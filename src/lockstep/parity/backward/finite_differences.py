@@ -109,7 +109,7 @@ class Directions:
     def __init__(self, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...]) -> None:
         self.named, self._seed = dict(named), seed
         self._places = {name: place for place, name in enumerate(named)}
-        self.norms = {n: 0.0 if p.grad is None else _norm(p.grad) for n, p in self.named.items()}
+        self.norms = _norms(self.named)
         self.sizes = _sizes(self.named, self.norms)
         # The gradient along each direction, by tensor.
         self.along = [{n: self.along_now(k, n) for n in self.named} for k in range(_DIRECTIONS)]
@@ -129,8 +129,7 @@ class Directions:
         pairs = [(self.along_now(k, name), a) for k, along in enumerate(self.along) for name, a in along.items()]
         apart = math.sqrt(sum((now - before) ** 2 for now, before in pairs))
         size = math.sqrt(sum(before**2 for _, before in pairs))
-        # A distance that vanishes in float32 is none, also beside a gradient that vanishes.
-        return max(apart - _VANISHES, 0.0) / max(size, 1e-300)
+        return _in_sizes(apart, size)
 
     def _move(self, name: str, number: int) -> Move:
         return _signs(self.named[name], self.sizes[name], (*self._seed, number, self._places[name]))
@@ -177,21 +176,19 @@ class Added:
     def read(self) -> None:
         """After the backward of the part."""
         self._along = {n: before + self._along_now(n) for n, before in self._along.items()}
-        norms = {n: 0.0 if p.grad is None else _norm(p.grad) for n, p in self.named.items()}
-        self.sizes = _sizes(self.named, norms)
+        self.sizes = _sizes(self.named, _norms(self.named))
 
     def read_again(self) -> Added:
         """The gradients that the tensors hold now, along the same direction. None of them may have held one before."""
         found = copy.copy(self)
         found._along = {n: self._along_now(n) for n in self.named}
-        found.sizes = _sizes(self.named, {n: 0.0 if p.grad is None else _norm(p.grad) for n, p in self.named.items()})
+        found.sizes = _sizes(self.named, _norms(self.named))
         return found
 
     def apart(self, other: Added) -> float:
         """How far both gradients are apart, over the parts along the direction in each tensor, in sizes of the other one."""
         own, others = (np.array([size * found._along[n] for n, size in other.sizes.items()]) for found in (self, other))
-        apart, size = float(np.linalg.norm(own - others)), float(np.linalg.norm(others))
-        return max(apart - _VANISHES, 0.0) / max(size, 1e-300)
+        return _in_sizes(float(np.linalg.norm(own - others)), float(np.linalg.norm(others)))
 
     def scaled(self, factor: float) -> Added:
         """A copy in which the gradient is multiplied by a factor."""
@@ -394,6 +391,15 @@ def _first_wrong(directions: _Comparable, drawn: Drawn, step: float, limit: floa
         else:
             low = middle + 1
     return titles[low].rstrip(".")
+
+
+def _norms(named: Mapping[str, torch.nn.Parameter]) -> dict[str, float]:
+    return {n: 0.0 if p.grad is None else _norm(p.grad) for n, p in named.items()}
+
+
+def _in_sizes(apart: float, size: float) -> float:
+    """A distance in sizes of a gradient. One that vanishes in float32 is none, also beside a gradient that vanishes."""
+    return max(apart - _VANISHES, 0.0) / max(size, 1e-300)
 
 
 def _norm(gradient: torch.Tensor) -> float:

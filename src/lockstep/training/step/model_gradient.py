@@ -174,7 +174,7 @@ class ModelGradient:
         """
         with self._gradients(policy, sequences, drawn.coefficients, added.named):
             error = check_repeated(added, added.read_again(), drawn, _DOUBT_HALF * limit)
-        if self._has_exact(policy):
+        if self._autocast(policy) is not None:
             exactly = replace(policy, autocast=nullcontext)
             with self._gradients(exactly, sequences, drawn.coefficients, added.named):
                 exact = added.read_again()
@@ -187,9 +187,9 @@ class ModelGradient:
         limit = gradient_limit(self._config.precision.dtype_of(policy.model))
         return limit, limit > gradient_limit(torch.float64)
 
-    def _has_exact(self, policy: Policy) -> bool:
-        """Whether the policy computes in fewer digits than its weights have, so that its gradients exist without that too."""
-        return self._config.precision.autocast is not None and policy.model.dtype == torch.float32
+    def _autocast(self, policy: Policy) -> torch.dtype | None:
+        """The dtype of autocast over weights in float32, whose gradients exist without it too; None: there is no such autocast."""
+        return self._config.precision.autocast if policy.model.dtype == torch.float32 else None
 
     def _named(self) -> dict[str, torch.nn.Parameter]:
         return {
@@ -220,12 +220,12 @@ class ModelGradient:
         seed: tuple[int, ...],
     ) -> float | None:
         # Without autocast the limit is narrow. Then the gradient with autocast is compared with the gradient without it.
-        has_exact, autocast = self._has_exact(policy), self._config.precision.autocast
-        exactly = replace(policy, autocast=nullcontext) if has_exact else policy
-        limit = gradient_limit(torch.float32) if has_exact else self._limit(policy)[0]
+        autocast = self._autocast(policy)
+        exactly = policy if autocast is None else replace(policy, autocast=nullcontext)
+        limit = self._limit(policy)[0] if autocast is None else gradient_limit(torch.float32)
         error, chosen, factors, exact = self._exact_error(exactly, sequences, named, seed, limit)
         # Under autocast, rounding may send a token to another expert, which then gets its gradient.
-        if autocast is None or not has_exact or any(".experts." in name for name in named):
+        if autocast is None or any(".experts." in name for name in named):
             return error
         limit, distances = gradient_limit(autocast), [self._distance(policy, chosen, factors, exact)]
         for number in range(1, _DRAWS) if limit < distances[0] < math.inf else ():
