@@ -192,11 +192,19 @@ def test_the_next_commands_have_no_secret(tmp_path: Path) -> None:
         json.dumps(NESTED),
     ]
     typed += [f"--model_init_kwargs={json.dumps(NESTED)}", "--dataset_name", "https://me:s3cretPass@host/x"]
+    typed += [
+        '["https://me:s3cretPass@host/x"]',
+        '"hf_AbCdEf12345678"',
+        '--a=[{"token": "plainsecret"}]',
+        '{"lr":1e-5}',
+    ]
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')
     lines = "\n".join(next_lines(tmp_path, adapter=False, typed=typed))
     assert "--seed 3" in lines
     assert '"dtype": "float32"' in lines
+    # What holds no secret stays as it was typed.
+    assert '{"lr":1e-5}' in lines
     assert none_of_them(lines)
 
 

@@ -36,11 +36,6 @@ def visible(text: str) -> str:
     )
 
 
-def in_one_line(text: str) -> str:
-    r"""`visible`, with `\n` and `\t` for newlines and tabs: for the name of a file, a model or a metric."""
-    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
-
-
 def _name(sign: str) -> str:
     return sign.encode("unicode_escape").decode()
 

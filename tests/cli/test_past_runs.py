@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import peft
 import pytest
 import torch
 import yaml
+from full_disk import full_disk
 from tiny import save_model
 from transformers import AutoModelForCausalLM
 
@@ -158,12 +158,8 @@ def test_merge_writes_the_model_that_the_adapter_makes(tmp_path: Path, capsys: p
     torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(merged(ids).logits, load_policy(str(base))(ids).logits, atol=1e-3)
     capsys.readouterr()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
+    with full_disk():
         assert main(["merge", str(tmp_path / "adapter"), str(tmp_path / "full")]) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("lockstep: the merged model could not be written (")
     assert line.endswith("make room, and start the same command again")

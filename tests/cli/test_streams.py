@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from portions import portion
 
+from lockstep.cli.process.streams import lasting
+
 LOCKSTEP = f"{sys.executable} -m lockstep.cli.main"
 # A command that takes the place of the work. The process, its streams, the fork and the ends are the real ones.
 WORK = """
@@ -152,3 +154,13 @@ def test_an_unexpected_error_steers_no_terminal_and_is_told_where_somebody_reads
     assert "KeyError" in done.stdout
     assert "\x1b" not in done.stdout
     assert "hf_AbCd" not in done.stdout
+
+
+def test_a_stream_on_a_descriptor_of_its_own_closes_it_and_those_of_the_process_stay_open(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file:
+        numbers = [os.dup(file.fileno()), 2]
+        streams = [lasting(file, number) for number in numbers]
+        del streams
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(numbers[0])
+    os.fstat(2)

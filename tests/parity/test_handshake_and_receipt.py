@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from full_disk import full_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -137,17 +138,11 @@ def test_a_disk_that_is_full_when_a_run_goes_on_leaves_the_receipt_as_it_was(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with monkeypatch.context() as patched:
-        if call == "write":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
-        else:
+    with monkeypatch.context() as patched, full_disk(20) if call == "write" else nullcontext():
+        if call == "fsync":
             patched.setattr(os, "fsync", full)
-        try:
-            with pytest.raises(OSError, match=r"No space left|File too large"):
-                Receipt(tmp_path / "receipt.jsonl", 2)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with pytest.raises(OSError, match=r"No space left|File too large"):
+            Receipt(tmp_path / "receipt.jsonl", 2)
     assert (tmp_path / "receipt.jsonl").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["receipt.jsonl"]
     Receipt(tmp_path / "receipt.jsonl", 2).append({"step": 3, "max_abs_gap": 2e-6})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from full_disk import full_disk
 from tiny import make_model, make_tokenizer
 
 from lockstep import GRPOConfig
@@ -100,17 +100,6 @@ def test_a_failed_save_leaves_nothing_of_itself_and_names_the_last_good_one(tmp_
     assert not (tmp_path / "checkpoint-10").exists()
     assert not list((tmp_path / UNFINISHED).rglob("*.*"))
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Within the block no file of this process can have more than two thousand bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 WRITERS: dict[str, Callable[[Path], Any]] = {

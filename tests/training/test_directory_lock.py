@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 from methods import GROUPS, PROMPTS, make
@@ -20,17 +20,16 @@ from lockstep.training.run_files.lock import LOCK, Occupied, _held, locked
 
 
 @contextmanager
-def another_process(folder: Path) -> Iterator[None]:
-    """A process of its own that holds the lock of a directory, as a trainer there does."""
-    folder.mkdir(parents=True, exist_ok=True)
+def forked(begin: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """A fork that runs a function, keeps what it returns, and lives as long as the block."""
     (ready, tell), (wait, end) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
-        file = (folder / LOCK).open("a")
-        fcntl.flock(file, fcntl.LOCK_EX)
-        os.write(tell, b"x")
         os.close(end)
+        kept = begin()
+        os.write(tell, b"x")
         os.read(wait, 1)
+        del kept
         os._exit(0)
     os.read(ready, 1)
     try:
@@ -40,6 +39,18 @@ def another_process(folder: Path) -> Iterator[None]:
         os.waitpid(child, 0)
         for handle in (ready, tell, wait, end):
             os.close(handle)
+
+
+def another_process(folder: Path) -> AbstractContextManager[None]:
+    """A process of its own that holds the lock of a directory, as a trainer there does."""
+
+    def take() -> TextIO:
+        file = (folder / LOCK).open("a")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return forked(take)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -109,27 +120,14 @@ def test_a_process_may_hold_a_directory_several_times_and_under_several_names(tm
 
 
 def test_a_forked_process_that_outlives_a_trainer_does_not_hold_its_lock(tmp_path: Path) -> None:
-    (ready, tell), (wait, end) = os.pipe(), os.pipe()
     held = locked(tmp_path)
     held.__enter__()
-    child = os.fork()
-    if not child:
-        os.close(end)
-        os.write(tell, b"x")
-        os.read(wait, 1)
-        os._exit(0)
-    os.read(ready, 1)
-    # As the kernel does where this process is killed: it closes the file.
-    for file in _held.values():
-        file.file.close()
-    _held.clear()
-    try:
+    with forked():
+        # As the kernel does where this process is killed: it closes the file.
+        for file in _held.values():
+            file.file.close()
+        _held.clear()
         assert seen_by_another(tmp_path) == "free"
-    finally:
-        os.close(end)
-        os.waitpid(child, 0)
-        for handle in (ready, tell, wait):
-            os.close(handle)
 
 
 def test_a_forked_process_is_another_process(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from lockstep.cli.process.guard import split_in_two
 from lockstep.cli.process.malloc import start_anew_with_tunables
 from lockstep.cli.process.streams import code_of, open_streams
 from lockstep.errors import InputError, Interrupted, LockstepError
-from lockstep.private_caches import use_private_caches
 from lockstep.report.say import complain, say
 
 _TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
@@ -155,6 +154,8 @@ def _main(words: list[str], *, is_process: bool) -> int:
 
 def _run(command: str, words: list[str]) -> int:
     if command not in _LIGHT:
+        from lockstep.private_caches import use_private_caches
+
         use_private_caches()
     if command in _TRAINING:
         from lockstep.cli.training import train

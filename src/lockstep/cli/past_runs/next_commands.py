@@ -53,13 +53,14 @@ def _without(words: Sequence[str], names: tuple[str, ...]) -> list[str]:
 
 
 def _without_secret(word: str) -> str:
-    """A word of a command line without the secrets in its value, which may be a mapping in JSON."""
+    """A word of a command line without the secrets in its value, which may be JSON."""
     name, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
     try:
         found = json.loads(value)
     except ValueError:
         return masked(word)
-    return f"{name}{sign}{json.dumps(without_secrets(found))}" if isinstance(found, dict) else word
+    kept = without_secrets(found)
+    return word if kept is found else f"{name}{sign}{json.dumps(kept)}"
 
 
 def _word(path: Path) -> str:

@@ -61,7 +61,8 @@ def lasting(stream: TextIO, number: int, error: OSError | None = None) -> TextIO
         stream: the encoding and the buffering are taken from it.
         error: why nobody reads it; None: somebody does.
     """
-    raw = _Raw(number, "w", closefd=False)
+    # The three streams of the process stay open, and a descriptor of another stream is closed with it.
+    raw = _Raw(number, "w", closefd=number > 2)
     raw.error = error
     return io.TextIOWrapper(
         _Buffer(raw),

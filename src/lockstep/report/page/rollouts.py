@@ -168,8 +168,8 @@ def _token(text: str, gap: float | None, advantage: float | None) -> Html:
     if advantage is not None:
         kinds.append(f"a{_advantage_color(advantage)}")
         words.append(f"advantage {advantage:.3g}")
-    title = html(" title='{}'", ", ".join(words)) if words else NOTHING
-    return html("<i class='{}'{}>{}</i>", " ".join(kinds), title, text[:_TOKEN])
+    form = "<i class='{kinds}' title='{words}'>{text}</i>" if words else "<i class='{kinds}'>{text}</i>"
+    return html(form, kinds=" ".join(kinds), words=", ".join(words), text=text[:_TOKEN])
 
 
 def gap_color(gap: float) -> int:
