@@ -226,8 +226,8 @@ def _worst_tokens(run: RunRecord) -> Html:
     if not tokens:
         return NOTHING
     tokens.sort(key=lambda found: -abs(found[0]))
-    row = "<tr><td><code>{}</code></td><td>{}</td><td><code>{}</code></td><td>{:+.2e}</td></tr>"
-    rows = together(html(row, name, place, repr(text), gap) for gap, name, place, text in tokens[:10])
+    form = "<tr><td><code>{}</code></td><td>{}</td><td><code>{}</code></td><td>{:+.2e}</td></tr>"
+    rows = together(html(form, name, place, repr(text), gap) for gap, name, place, text in tokens[:10])
     return html(
         "<h3>The tokens with the largest gaps</h3><p>Of the shown group. The gap is the engine's log-prob minus the trainer's; the "
         "place counts sampled tokens from 0.</p><div class='wide'><table><tr><th>rollout</th><th>place</th><th>token</th>"
