@@ -210,26 +210,43 @@ def proofs(sizes: Sizes) -> Iterator[Row]:
         give_memory_back()
 
 
-def faults(sizes: Sizes) -> Iterator[Row]:
-    """`lockstep verify --self-test` on a tiny model: every fault must be caught here too."""
+def faults(sizes: Sizes, number: int) -> Iterator[Row]:
+    """`lockstep verify --self-test` on a tiny model: every fault must be caught here too. A row of counts, and one per miss."""
+    dtype = sizes.dtypes[number]
     with tempfile.TemporaryDirectory() as folder:
-        path = _model(Path(folder))
-        words = ["--self-test"] if sizes.repeats > 1 else []
-        yield from _verified({"model": "llama", "dtype": "float32"}, path, *words)
+        path, table, row = _model(Path(folder)), Path(folder) / "table.json", Row(dtype=dtype)
+        with told(row):
+            code = _verify(path, dtype, table, "--self-test")
+            found = json.loads(table.read_text())
+            row |= {"injected": found["injected"], "caught": found["caught"], "exit code": code, "passed": code == 0}
+    yield row
+    for fault in [] if "failed" in row else found["faults"]:
+        missed = fault["error"] or not (fault["caught_by"] or fault["skipped"] or fault["id"] == "-")
+        if missed or (fault["id"] == "-" and fault["caught_by"]):
+            yield {
+                "dtype": dtype,
+                "what": f"{fault['id']} {fault['way']}",
+                "is": fault["message"][:300],
+                "passed": False,
+            }
 
 
 def _verified(same: Row, model: str, *words: str) -> Iterator[Row]:
-    from lockstep.cli.verify import run
-
     with tempfile.TemporaryDirectory() as folder:
         table, row = Path(folder) / "table.json", dict(same)
         with told(row):
-            given = ["--model", model, "--engine", "transformers", "--dtype", same["dtype"], "--json", str(table)]
-            row |= {"proof": "exit code", "figure": run([*given, *words])}
+            row |= {"proof": "exit code", "figure": _verify(model, same["dtype"], table, *words)}
         if table.exists():
             for found in json.loads(table.read_text())["rows"]:
                 yield {**same, **{name: value for name, value in found.items() if name != "failed"}}
         yield row if "failed" in row else {**row, "passed": row["figure"] == 0}
+
+
+def _verify(model: str, dtype: str, table: Path, *words: str) -> int:
+    """Run `lockstep verify` with the transformers engine. Returns its exit code."""
+    from lockstep.cli.verify import run
+
+    return run(["--model", model, "--engine", "transformers", "--dtype", dtype, "--json", str(table), *words])
 
 
 # ---- waits -------------------------------------------------------------------------------------------------------------

@@ -67,18 +67,17 @@ def _difference(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> st
     return f"equal in all {len(first)} logs"
 
 
-def gaps(sizes: Sizes) -> Iterator[Row]:
-    """Steps of the shape of a real model: the gap against its limits in bf16, fp32 and fp32 with TF32, and one fault."""
+def gaps(sizes: Sizes, number: int) -> Iterator[Row]:
+    """Steps of the shape of a real model in bf16, fp32 or fp32 with TF32: the gap against its limits, and one fault."""
     from benchmarks.proofs.false_alarms import clean_steps
 
-    for dtype, fields in (("bfloat16", {}), ("float32", {}), ("float32", {"tf32": True})):
-        row: Row = {"model": "shape of 135M", "dtype": f"{dtype}{', TF32' if fields else ''}"}
-        with told(row), tempfile.TemporaryDirectory() as folder:
-            path = save_model(sizes, Path(folder) / "model") if sizes.repeats > 1 else "qwen2"
-            if fields and device().type != "cuda":
-                row["is"] = "needs a GPU"
-            else:
-                steps = 12 if sizes.repeats > 1 else 1
-                row |= clean_steps(path, steps, dtype, 1.5, fields, engine="transformers", seed=0, deadline=math.inf)
-        give_memory_back()
-        yield row
+    dtype, fields = (("bfloat16", {}), ("float32", {}), ("float32", {"tf32": True}))[number]
+    row: Row = {"model": "shape of 135M", "dtype": f"{dtype}{', TF32' if fields else ''}"}
+    with told(row), tempfile.TemporaryDirectory() as folder:
+        path = save_model(sizes, Path(folder) / "model") if sizes.repeats > 1 else "qwen2"
+        if fields and device().type != "cuda":
+            row["is"] = "needs a GPU"
+        else:
+            steps = 12 if sizes.repeats > 1 else 1
+            row |= clean_steps(path, steps, dtype, 1.5, fields, engine="transformers", seed=0, deadline=math.inf)
+    yield row

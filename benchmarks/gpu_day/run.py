@@ -54,7 +54,7 @@ class Part:
         function: name of the part's function in `parts.py`.
         seconds: time limit of the part.
         columns: columns of the table. The JSON file has all figures.
-        size: index in `Sizes.tokens` for the part `learning`; the share of the part `runs`.
+        size: index in `Sizes.tokens` for the part `learning`; the share of the part `runs`; the row of `faults` and `gaps`.
         file: the module with the function.
     """
 
@@ -70,6 +70,7 @@ _COST = ("seconds", "MiB")
 _LEARNING = ("work", "dtype", "way", *_COST, "step seconds", "÷ lockstep")
 _TOLD = ("what", "is", "passed")
 _PROOFS = ("model", "dtype", "proof", "figure", "limit", "passed")
+_FAULTS = ("dtype", "injected", "caught", "exit code", "what", "is", "passed")
 BROKEN = {
     "machine": Part("The machine", "machine", 60, ("what", "is")),
     "interfaces": Part("What must be there", "interfaces", 120, _TOLD, file="broken"),
@@ -79,7 +80,10 @@ BROKEN = {
         for number in range(3)
     },
     "proofs": Part("lockstep verify", "proofs", 240, _PROOFS, file="broken"),
-    "faults": Part("lockstep verify --self-test", "faults", 260, _PROOFS, file="broken"),
+    **{
+        f"faults-{dtype}": Part("lockstep verify --self-test", "faults", 260, _FAULTS, number, "broken")
+        for number, dtype in enumerate(("fp32", "bf16"))
+    },
     "waits": Part("Waits of the host in one step", "waits", 200, ("phase", "place", "waits"), file="broken"),
     "groups": Part("NCCL and FSDP2 with one rank", "groups", 200, _TOLD, file="broken"),
     "order": Part("Digests and streams", "order", 60, _TOLD, file="broken"),
@@ -109,27 +113,25 @@ SLOW = {
         ("work", "way", "gradients", *_COST),
     ),
 }
+_GAPS = (
+    "model",
+    "dtype",
+    "count",
+    "tokens",
+    "alarms",
+    "mean_abs_gap",
+    "k3",
+    "max_abs_gap",
+    "nearest",
+    "tail",
+    "stopped",
+)
 EXACT = {
     "repeats": Part("The same run twice", "repeats", 140, ("run", "is"), file="exact"),
-    "gaps": Part(
-        "Gaps of clean steps, and one fault",
-        "gaps",
-        140,
-        (
-            "model",
-            "dtype",
-            "count",
-            "tokens",
-            "alarms",
-            "mean_abs_gap",
-            "k3",
-            "max_abs_gap",
-            "nearest",
-            "tail",
-            "stopped",
-        ),
-        file="exact",
-    ),
+    **{
+        f"gaps-{dtype}": Part("Gaps of clean steps, and one fault", "gaps", 140, _GAPS, number, "exact")
+        for number, dtype in enumerate(("bf16", "fp32", "tf32"))
+    },
 }
 # What takes longer than a borrowed quarter of an hour.
 MORE = {
