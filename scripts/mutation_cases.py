@@ -1123,9 +1123,23 @@ MUTATIONS = [
     Mutation(
         "a wrong gradient that passes for a coarse forward",
         "parity/backward/finite_differences.py",
-        "<= 0.25 * first.apart)",
-        "<= 0.0)",
+        "if apart <= 0.25 * first.apart:",
+        "if apart <= 0.0:",
         f"{BACKWARD}::test_the_part_of_the_model_is_named",
+    ),
+    Mutation(
+        "the slope of a certain policy is measured with one step",
+        "parity/backward/finite_differences.py",
+        "_SMALLER, _SMALLER_TIMES = 8.0, 7",
+        "_SMALLER, _SMALLER_TIMES = 8.0, 1",
+        f"{BACKWARD}::test_a_part_of_a_certain_policy_is_proven_in_float32_with_small_steps",
+    ),
+    Mutation(
+        "rounding that grows with a smaller step passes for a slope",
+        "parity/backward/finite_differences.py",
+        "if not apart < before:",
+        "if False:",
+        f"{BACKWARD}::test_a_slope_whose_rounding_grows_with_smaller_steps_is_no_error",
     ),
     Mutation(
         "a part's gradient is taken for right",

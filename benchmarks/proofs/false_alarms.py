@@ -252,7 +252,7 @@ class KeptSetRecord:
         """The largest figures of the first steps."""
         found = self._found[:steps]
         return {
-            "edge_differences": sum(f.differences for f, _ in found) / sum(f.tokens for f, _ in found),
+            "edge_differences": sum(f.differences for f, _ in found) / max(sum(f.tokens for f, _ in found), 1),
             "set_mean": max(f.mean_rounding for f, _ in found),
             "set_mean_nearest": max(f.mean_rounding / limit for f, limit in found),
             "set_nearest": max(f.nearest for f, _ in found),

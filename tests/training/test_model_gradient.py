@@ -195,10 +195,16 @@ def test_a_policy_that_is_certain_has_right_gradients_in_bf16_too(certain: PreTr
     assert (checked(policy, tmp_path, bf16=True) or 1.0) < 1e-3
 
 
-def finished(policy: Policy, folder: Path, during: Callable[[], contextlib.AbstractContextManager[Any]]) -> float:
+def finished(
+    policy: Policy,
+    folder: Path,
+    during: Callable[[], contextlib.AbstractContextManager[Any]],
+    *,
+    bf16: bool = True,
+) -> float:
     """The error of a part of one sequence. `during` is a context for its pass through the model."""
     sequences = draw(policy.model, PROMPTS, (6, 3, 6), PLAIN, 1)
-    settings = config(folder, bf16=True, temperature=PLAIN.temperature, seed=3)
+    settings = config(folder, bf16=bf16, temperature=PLAIN.temperature, seed=3)
     proof = ModelGradient(lambda: [policy.model], settings, 0, entropies=False)
     proof._is_first = False
     proof.begin(policy, sequences, [sequences], module.EVERY - 3)
@@ -254,6 +260,25 @@ def test_a_part_of_a_certain_policy_passes_in_bf16_and_its_faults_are_found(
         pytest.raises(ProofError, match="with autocast the gradient"),
     ):
         finished(policy, tmp_path, contextlib.nullcontext)
+
+
+@pytest.fixture(scope="module")
+def surest() -> PreTrainedModel:
+    """A policy whose log-probs are so near to 0 that a visible change of their sum needs a large change of the weights."""
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight *= 24
+    return model
+
+
+def test_a_part_of_a_certain_policy_is_proven_in_float32_with_small_steps(
+    surest: PreTrainedModel, tmp_path: Path
+) -> None:
+    policy = policy_of(surest)
+    assert finished(policy, tmp_path, contextlib.nullcontext, bf16=False) < 0.01
+    for change in (torch.neg, torch.zeros_like, lambda gradient: 2 * gradient):
+        with pytest.raises(ProofError, match="gives a slope of"):
+            finished(policy, tmp_path, lambda change=change: turned(surest, change), bf16=False)
 
 
 def _checked_with_wrong_autocast(
@@ -355,6 +380,32 @@ def test_a_forward_that_is_too_coarse_is_said_and_no_error(
     with patch.object(differences.Drawn, "total", fails):
         assert checked(policy_of(model), tmp_path) is None
     assert "no kernel for float64" in capsys.readouterr().out
+
+
+class Scripted:
+    """Directions whose gradient is 1, and whose slopes at smaller and smaller steps are given."""
+
+    def __init__(self, slopes: list[float]) -> None:
+        self.named: dict[str, torch.nn.Parameter] = {}
+        self._slopes = iter(slopes)
+
+    def compare(self, drawn: Any, names: Any, step: float) -> differences.Comparison:
+        return differences.Comparison(np.array([1.0]), np.array([next(self._slopes)]), 1.0)
+
+
+def settled(*slopes: float) -> float | None:
+    directions = Scripted(list(slopes))
+    first = directions.compare(None, [], 1.0)
+    found = differences._settled(directions, None, first, 1.0, 0.05)  # type: ignore[arg-type]
+    return None if found is None else float(found[0].due[0])
+
+
+def test_a_slope_whose_rounding_grows_with_smaller_steps_is_no_error() -> None:
+    # Below the digits of a kernel nothing changes any more, at every step.
+    assert settled(5.0, 3.0, 0.0, 0.0, 0.0) is None
+    # Curvature has less effect with every step.
+    assert settled(500.0, 60.0, 8.0, 1.8, 1.01) == 1.01
+    assert settled(500.0, 60.0, 8.0, -0.5, -0.6) == -0.5
 
 
 @pytest.mark.parametrize(

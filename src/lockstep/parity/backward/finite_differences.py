@@ -32,6 +32,8 @@ _DIRECTIONS = 2
 _CHANGE = 1e-4
 # The same where the plain forward computes in float32.
 _CHANGE_SINGLE = 1e-2
+# A slope that depends on the step is measured with smaller ones. A float64 sum has digits for all of them.
+_SMALLER, _SMALLER_TIMES = 8.0, 7
 # A gradient of 0 is wrong if the sum of scores changes by more than this along a relative change of the weights.
 _VISIBLE = 1e-6
 # A tensor whose gradient is smaller than this part of the largest one is moved as if it had that size.
@@ -242,10 +244,12 @@ def check_added(added: Added, drawn: Drawn, limit: float) -> float | None:
     """
     names, step = list(added.named), added.step(_CHANGE)
     first = added.compare(drawn, names, step)
+    if not first.error <= limit and np.isfinite(first.found).all():
+        if (settled := _settled(added, drawn, first, step, limit)) is None:
+            return None
+        first, step = settled
     if first.error <= limit:
         return first.error
-    if np.isfinite(first.found).all() and not _depends_little(first, added.compare(drawn, names, step / 4)):
-        return None
     raise ProofError(
         "model_gradient",
         f"what {drawn.completions[0].key} adds to the gradients of this step gives a slope of {first.found[0]:.6g} along a drawn "
@@ -331,10 +335,11 @@ def check_model_gradient(
         return None
     if first.error <= limit:
         return first.error
-    # A slope that depends on the step size says nothing: a router has chosen other experts, or a kernel computes in few digits.
-    again = directions.compare(drawn, names, step / 4)
-    if not _depends_little(first, again):
+    if (settled := _settled(directions, drawn, first, step, limit)) is None:
         return None
+    first, step = settled
+    if first.error <= limit:
+        return first.error
     at = int(np.abs(first.found - first.due).argmax())
     where = _first_wrong(directions, drawn, step, limit)
     raise ProofError(
@@ -370,9 +375,31 @@ def check_computed_gradient(distances: Sequence[float], limit: float) -> None:
         )
 
 
-def _depends_little(first: Comparison, again: Comparison) -> bool:
-    """Whether the slope of a smaller step is about the same."""
-    return bool(np.abs(again.due - first.due).max() <= 0.25 * first.apart)
+def _settled(
+    directions: _Comparable, drawn: Drawn, first: Comparison, step: float, limit: float
+) -> tuple[Comparison, float] | None:
+    """The comparison at a step so small that the slope no longer depends on it, and that step.
+
+    Where a policy is nearly certain, its gradient is small beside the curvature: a step that changes the sum by a visible amount
+    then changes the weights by much. None: the slope depends on every step. A router has chosen other experts, or a kernel computes
+    in few digits.
+
+    Args:
+        first: the comparison at `step`, which is over the limit.
+    """
+    names, before = list(directions.named), math.inf
+    for _ in range(_SMALLER_TIMES):
+        again = directions.compare(drawn, names, step / _SMALLER)
+        apart = float(np.abs(again.due - first.due).max())
+        if apart <= 0.25 * first.apart:
+            return first, step
+        # Curvature has less effect on a smaller step, and rounding has more.
+        if not apart < before:
+            return None
+        first, step, before = again, step / _SMALLER, apart
+        if first.error <= limit:
+            return first, step
+    return None
 
 
 def _first_wrong(directions: _Comparable, drawn: Drawn, step: float, limit: float) -> str:
