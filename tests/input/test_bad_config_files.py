@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from bad_input import Row, check, rows
 
+from lockstep.cli.fields.arguments import build
 from lockstep.cli.main import main
+from lockstep.cli.process import loading
+from lockstep.report import waits
 
 DEEP = b"a: " + b"[" * 5000 + b"]" * 5000
 LAUGHS = b"\n".join(
@@ -82,3 +88,19 @@ def test_other_ways_to_write_a_good_file_are_taken(
     (tmp_path / "c.yaml").write_bytes(content)
     assert main(["grpo", "--config", str(tmp_path / "c.yaml"), "--dry_run"]) == 0
     assert "seed: 1\n" in capfd.readouterr().out
+
+
+def test_the_output_of_a_dry_run_is_yaml_alone_also_where_loading_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def slow(*given: Any) -> Any:
+        time.sleep(1.5)
+        return build(*given)
+
+    monkeypatch.setattr(loading, "build", slow)
+    monkeypatch.setattr(waits, "FIRST", 0.1)
+    assert main(["grpo", "--seed", "3", "--dry_run"]) == 0
+    said = capfd.readouterr()
+    assert yaml.safe_load(said.out)["seed"] == 3
+    assert "loading PyTorch and transformers" not in said.out
+    assert "loading PyTorch and transformers" in said.err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lockstep
@@ -17,7 +17,8 @@ from lockstep.cli.process.loading import load_config
 from lockstep.collector import collector_off
 from lockstep.errors import InputError
 from lockstep.report.busy import busy, watched_by
-from lockstep.report.say import say
+from lockstep.report.say import complain, say
+from lockstep.report.waits import told_to
 
 # The trainer class of each command.
 TRAINERS = {
@@ -48,9 +49,13 @@ def train(command: str, words: list[str]) -> int:
     from lockstep.report.status import StatusLine
     from lockstep.report.terminal import Terminal
 
-    # Only rank 0 prints. The output of a dry run is a config file and nothing else.
-    speaks = os.environ.get("RANK", "0") == "0" and not given.dry_run
-    with libraries_aside() as log, watched_by(StatusLine(Terminal())) if speaks else nullcontext():
+    # Only rank 0 prints.
+    if os.environ.get("RANK", "0") != "0":
+        shown: AbstractContextManager[None] = nullcontext()
+    else:
+        # The output of a dry run is a config file and nothing else.
+        shown = told_to(complain) if given.dry_run else watched_by(StatusLine(Terminal()))
+    with libraries_aside() as log, shown:
         return _run(given, command, log)
 
 

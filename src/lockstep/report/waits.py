@@ -12,7 +12,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -155,3 +156,13 @@ def open_waits() -> str:
 def told_by(say: Callable[[str], None] | None) -> None:
     """From now on give the lines to this function; None: to the log."""
     _WAITS.say = say
+
+
+@contextmanager
+def told_to(say: Callable[[str], None]) -> Iterator[None]:
+    """Within the block give the lines to this function."""
+    told_by(say)
+    try:
+        yield
+    finally:
+        told_by(None)
