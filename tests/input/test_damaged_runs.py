@@ -177,13 +177,27 @@ def last(name: str) -> str:
     return f"{LAST}/{name}"
 
 
+def both(damage: Callable[[str], Damage], name: str) -> Damage:
+    """A file of the run, and its copy in the last checkpoint."""
+
+    def damages(run: Path) -> None:
+        damage(name)(run)
+        damage(last(name))(run)
+
+    return damages
+
+
 FILES = [
     # The settings.
-    Row("run.json gone", gone("run.json"), "checkpoints of something else"),
-    Row("run.json empty", filled("run.json"), "run.json cannot be read"),
-    Row("run.json cut", cut("run.json"), "run.json cannot be read"),
-    Row("run.json binary", filled("run.json", GARBAGE), "run.json cannot be read"),
-    Row("run.json a list", filled("run.json", "[]"), "run.json cannot be read"),
+    Row("run.json gone", gone("run.json"), SAME, 0),
+    Row("run.json empty", filled("run.json"), SAME, 0),
+    Row("run.json cut", cut("run.json"), SAME, 0),
+    Row("run.json binary", filled("run.json", GARBAGE), SAME, 0),
+    Row("run.json a list", filled("run.json", "[]"), SAME, 0),
+    Row("run.json and its copy gone", both(gone, "run.json"), "checkpoints of something else"),
+    Row(
+        "run.json and its copy cut", both(cut, "run.json"), "run.json cannot be read.*nor can its copy in checkpoint-2"
+    ),
     Row("run.json a folder", folder("run.json"), "run.json is a directory"),
     Row("run.json of another run", filled("run.json", '{"seed": 7}'), "other settings"),
     # The receipt.
@@ -342,7 +356,7 @@ REPEATED = frozenset({
     "metrics empty", "metrics binary", "metrics of a list", "metrics with lines exchanged", "first evaluation cut",
     "first evaluation of a list", "first evaluation a folder", "summary binary", "summary a list", "state empty", "state binary",
     "state a list", "the end a folder", "about a folder", "shown rollouts a folder", "state without a step",
-    "metrics with a byte that is no text", "a checkpoint without a number",
+    "metrics with a byte that is no text", "a checkpoint without a number", "run.json empty", "run.json binary", "run.json a list",
 })  # fmt: skip
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
+from lockstep.report.page.run_record import SETTINGS
 from lockstep.report.sparkline import sparkline
 from lockstep.secret import without_secrets
 
-SETTINGS = "run.json"
 # The curves, by metric, with their names.
 CURVES = {
     "reward": "reward",

@@ -18,8 +18,8 @@ from lockstep.report.kept_rollouts import rollout_files
 from lockstep.secret import without_secrets
 
 Line = dict[str, Any]
-ABOUT, END, METRICS, RECEIPT, SHOWN, SUMMARY = (
-    "about.json", "end.json", "metrics.jsonl", "receipt.jsonl", "shown_rollouts.jsonl", "summary.json",
+ABOUT, END, METRICS, RECEIPT, SETTINGS, SHOWN, SUMMARY = (
+    "about.json", "end.json", "metrics.jsonl", "receipt.jsonl", "run.json", "shown_rollouts.jsonl", "summary.json",
 )  # fmt: skip
 BEFORE, AFTER, REPORT = "before.json", "after.json", "report.html"
 

@@ -17,7 +17,7 @@ from lockstep.errors import InputError, writing
 from lockstep.files import free_name, publish_folder, replace_text, replacing, set_aside, sync_folder
 from lockstep.parity.receipt import RECEIPT, lines_up_to, read_log
 from lockstep.parity.resume.checkpoint import TRAINER_STATE
-from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SHOWN
+from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SETTINGS, SHOWN
 
 _logger = logging.getLogger(__name__)
 
@@ -95,6 +95,9 @@ def publish(checkpoint: Path) -> None:
         OSError: the disk is full, or fails.
     """
     made = staging_place(checkpoint)
+    # A command can go on with this copy if the run's own file is damaged.
+    if (settings := checkpoint.parent / SETTINGS).is_file():
+        shutil.copyfile(settings, made / SETTINGS)
     if checkpoint.is_dir() and _is_complete(checkpoint):
         sync_folder(made)
         # After a kill between these two renames, `finish_replacement` makes the second one.

@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.errors import InputError
 from lockstep.files import free_name, replace_text
 from lockstep.parity.receipt import RECEIPT
-from lockstep.report.page.run_record import AFTER, END, REPORT, SUMMARY
+from lockstep.report.page.run_record import AFTER, END, REPORT, SETTINGS, SUMMARY
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.secret import without_secrets
 from lockstep.training.run_files.checkpoints import (
@@ -36,7 +36,6 @@ from lockstep.training.run_files.whole_run import check_checkpoint, restore_metr
 
 _logger = logging.getLogger(__name__)
 
-SETTINGS = "run.json"
 # Files that a run writes at its end.
 _END = (SUMMARY, REPORT, AFTER, END)
 
@@ -100,11 +99,11 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
     finish_replacement(folder)
     set_damaged_aside(folder)
     checkpoint, start = last_checkpoint(folder), None
-    if checkpoint is not None and not known.exists():
+    if checkpoint is not None and not known.exists() and not (checkpoint / SETTINGS).exists():
         raise InputError(f"{folder} holds checkpoints of something else (no {SETTINGS}); give another output_dir")
     clear_places(folder)
     if checkpoint is not None:
-        earlier = _settings_in(folder)
+        earlier = _settings_in(folder, checkpoint)
         if changed := changed_fields(earlier, settings):
             what = ", ".join(f"{k} was {earlier.get(k)!r}, is {settings.get(k)!r}" for k in changed[:5])
             raise InputError(
@@ -113,7 +112,7 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
         start = check_checkpoint(checkpoint, checkpoint_step(checkpoint), folder / RECEIPT)
         restore_metrics(folder, checkpoint, checkpoint_step(checkpoint))
         _lengthen(folder, earlier, settings, checkpoint_step(checkpoint))
-    if known.exists():
+    if checkpoint is not None or known.exists():
         cut_back(folder, checkpoint)
     replace_text(known, json.dumps(settings, indent=1) + "\n")
     return RunPlace(folder, checkpoint, start)
@@ -151,10 +150,11 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _is_extended(folder: Path, settings: dict[str, Any]) -> bool:
-    if last_checkpoint(folder) is None:
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:
         return False
     try:
-        earlier = _settings_in(folder)
+        earlier = _settings_in(folder, checkpoint)
     except (OSError, InputError):
         return False
     return not changed_fields(earlier, settings) and bool(longer(earlier, settings))
@@ -174,14 +174,23 @@ def _lengthen(folder: Path, earlier: dict[str, Any], settings: dict[str, Any], s
                 path.rename(free_name(path.with_name(f"{path.stem}-at-step-{step}{path.suffix}")))
 
 
-def _settings_in(folder: Path) -> dict[str, Any]:
-    try:
-        found = without_secrets(json.loads((folder / SETTINGS).read_text()))
-        if not isinstance(found, dict):
-            raise ValueError("it holds no fields")
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{folder / SETTINGS} cannot be read ({error}), so that nobody can tell whether the run there is this one; give "
-            "another output_dir"
-        ) from error
-    return found
+def _settings_in(folder: Path, checkpoint: Path) -> dict[str, Any]:
+    """The settings of the run: its own file, or the copy in its last checkpoint."""
+    troubles = []
+    for path in (folder / SETTINGS, checkpoint / SETTINGS):
+        try:
+            found = without_secrets(json.loads(path.read_text()))
+            if not isinstance(found, dict):
+                raise ValueError("it holds no fields")
+        except (OSError, ValueError) as error:
+            troubles.append(error)
+            continue
+        if troubles:
+            _logger.warning(
+                f"{folder / SETTINGS} cannot be read ({troubles[0]}); the copy in {checkpoint.name} is used"
+            )
+        return found
+    raise InputError(
+        f"{folder / SETTINGS} cannot be read ({troubles[0]}), nor can its copy in {checkpoint.name}, so that nobody can tell "
+        "whether the run there is this one; give another output_dir"
+    ) from troubles[0]
