@@ -7,6 +7,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,11 @@ from rich.console import Console
 from stages import in_small_parts, stage_on
 
 from lockstep.engines.protocol import LoadedWeights
+from lockstep.parity.logprobs.rescoring import completion_logps
+from lockstep.tokens.end import end_ids
 from lockstep.verify.faults import backward, learned, learning, losses
+from lockstep.verify.faults.ends import _even_chance
+from lockstep.verify.faults.filters import samples_with
 from lockstep.verify.faults.seams import Fault, Patch, is_vllm
 from lockstep.verify.run import recover
 from lockstep.verify.self_test import FAULTS, Verdict, print_verdicts, run_self_test
@@ -247,6 +252,26 @@ def test_the_table_is_that_of_the_faults() -> None:
 def test_a_fault_that_nothing_catches_is_reported_as_such(stage: Stage) -> None:
     _, verdict = run_self_test(stage, lambda name: None, (NO_FAULT,))
     assert (verdict.caught_by, verdict.steps) == ("", 3)
+
+
+def test_completions_end_under_a_policy_that_would_hardly_end_them(stage: Stage) -> None:
+    ends = end_ids(stage.model, stage.tokenizer)
+
+    def chances(distribution: Any) -> list[float]:
+        found = [
+            [completion_logps(stage.model, p.ids, [end], distribution, stage.precision).exp() for end in ends]
+            for p in stage.prompts
+        ]
+        return [float(torch.cat(own).sum()) for own in found]
+
+    with stage.kept_weights():
+        # A run may have moved its policy this far.
+        with torch.no_grad():
+            stage.model.get_output_embeddings().weight *= 8
+        assert median(chances(stage.sampling(temperature=1.0))) < 0.1
+        bias = dict.fromkeys(map(str, ends), _even_chance(stage, ends))
+        with samples_with(stage, logit_bias=bias):
+            assert median(chances(stage.trainer.proofs.distribution)) == pytest.approx(0.5, abs=0.02)
 
 
 def raises(*anything: object) -> Any:

@@ -1,6 +1,6 @@
 """Faults of the ends of completions: S3.
 
-The run adds a bias to its end token, on both sides, so that completions of a few tokens end by themselves.
+The run adds a bias to its end tokens, on both sides, so that completions of a few tokens end by themselves.
 """
 
 from __future__ import annotations
@@ -8,25 +8,46 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 import lockstep.engines.transformers_engine as transformers_engine
 import lockstep.engines.vllm.requests.conversion as vllm_requests
-from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
+from lockstep.parity.logprobs.rescoring import completion_logps
 from lockstep.tokens.end import end_ids
 from lockstep.verify.faults.filters import samples_with
 from lockstep.verify.faults.seams import Fault, Patch, answers_become, is_vllm, requests_become
 from lockstep.verify.stage import Stage
 
-_BIAS = 8.0
+# The largest bias that requests may have.
+_MOST = 100.0
 
 
 @contextmanager
 def _ending(stage: Stage, fault: Patch) -> Iterator[None]:
-    bias = {str(i): _BIAS for i in end_ids(stage.model, stage.tokenizer)}
+    ends = end_ids(stage.model, stage.tokenizer)
+    bias = dict.fromkeys(map(str, ends), _even_chance(stage, ends))
     with samples_with(stage, logit_bias=bias), fault:
         yield
+
+
+def _even_chance(stage: Stage, ends: Sequence[int]) -> float:
+    """The bias under which a completion of a median prompt ends at its first token in one of two cases.
+
+    The policy of a run has moved far, and may hardly end by itself any more.
+    """
+
+    def odds(prompt: Sequence[int]) -> float:
+        """The logit of ending there."""
+        logps = [completion_logps(stage.model, prompt, [end], Sampling(1), stage.precision) for end in ends]
+        end = torch.cat(logps).double().logsumexp(0).clamp(max=-1e-9)
+        return float(end - torch.log1p(-end.exp()))
+
+    return min(max(-median(odds(p.ids) for p in stage.prompts), 0.0), _MOST)
 
 
 def _ignored(stage: Stage) -> Patch:
