@@ -267,7 +267,7 @@ def test_completions_end_under_a_policy_that_would_hardly_end_them(stage: Stage)
     with stage.kept_weights():
         # A run may have moved its policy this far.
         with torch.no_grad():
-            stage.model.get_output_embeddings().weight *= 8
+            stage.model.lm_head.weight *= 8
         assert median(chances(stage.sampling(temperature=1.0))) < 0.1
         bias = dict.fromkeys(map(str, ends), _even_chance(stage, ends))
         with samples_with(stage, logit_bias=bias):

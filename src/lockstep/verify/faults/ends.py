@@ -18,6 +18,7 @@ import lockstep.engines.transformers_engine as transformers_engine
 import lockstep.engines.vllm.requests.conversion as vllm_requests
 from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
 from lockstep.parity.logprobs.rescoring import completion_logps
+from lockstep.tokens.arrays import Ids
 from lockstep.tokens.end import end_ids
 from lockstep.verify.faults.filters import samples_with
 from lockstep.verify.faults.seams import Fault, Patch, answers_become, is_vllm, requests_become
@@ -41,7 +42,7 @@ def _even_chance(stage: Stage, ends: Sequence[int]) -> float:
     The policy of a run has moved far, and may hardly end by itself any more.
     """
 
-    def odds(prompt: Sequence[int]) -> float:
+    def odds(prompt: Ids) -> float:
         """The logit of ending there."""
         logps = [completion_logps(stage.model, prompt, [end], Sampling(1), stage.precision) for end in ends]
         end = torch.cat(logps).double().logsumexp(0).clamp(max=-1e-9)
