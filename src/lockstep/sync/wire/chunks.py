@@ -90,7 +90,7 @@ def _place(entry: Sequence[object]) -> TensorPlace:
         if is_place and isinstance(getattr(torch, str(dtype), None), torch.dtype) and offset % ALIGNMENT == 0:  # type: ignore[operator]
             return TensorPlace(*entry)  # type: ignore[arg-type]
     raise ValueError(
-        f"{str(list(entry)):.200} is no place of a tensor: a name, a dtype, sizes, and a multiple of {ALIGNMENT}"
+        f"{list(entry)!s:.200} is no place of a tensor: a name, a dtype, sizes, and a multiple of {ALIGNMENT}"
     )
 
 

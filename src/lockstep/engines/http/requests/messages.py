@@ -43,7 +43,7 @@ def _refusing_broken(read: Callable[[Any, Any, str, Any], T]) -> Callable[[Any, 
             raise
         except _BROKEN as error:
             raise _mixed_up(
-                f"the answer to request {name} is damaged ({type(error).__name__}: {str(error):.80})"
+                f"the answer to request {name} is damaged ({type(error).__name__}: {error!s:.80})"
             ) from error
 
     return checked

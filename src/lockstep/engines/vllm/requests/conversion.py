@@ -181,7 +181,7 @@ def versions_of(key: RequestKey, spans: Sequence[tuple[int, int, int]], tokens: 
     ):
         raise ProofError(
             "version",
-            f"request {key}: the weight versions of its {tokens} tokens come as the spans {str(bounds):.80}, which do not cover each "
+            f"request {key}: the weight versions of its {tokens} tokens come as the spans {bounds!s:.80}, which do not cover each "
             "token once",
             "the engine's answer is damaged",
             "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
