@@ -555,7 +555,14 @@ MUTATIONS = [
     _of(ANSWERS, "requests may stay unanswered", "if missing:", "if False:"),
     _of(GUARD, "the first of two keys counts", "if len(found) == 1 else", "if found else"),
     _of(GUARD, "any scheme shows a key", 'scheme.lower() == "bearer" and ', ""),
-    _of(GREETED, "a trainer needs no proof", "if session.is_trainer(call, proof) else None", ""),
+    _of(GREETED, "a trainer needs no proof", "if is_trainer and self._calls", "if self._calls"),
+    _of(GREETED, "a call comes twice", "and self._calls[nonce].take(int(call)) else None", "else None"),
+    _of(
+        GREETED,
+        "the body of a call is not compared",
+        "if body is not None and body_mark(body) == mark:",
+        "if body is not None:",
+    ),
     _of(
         CALLS,
         "a program without the key is greeted",

@@ -9,8 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.engines.answers import check_answers, check_requests
+from lockstep.engines.http.requests.messages import completion_from, scores_from, stamps_of
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling, request_seed
-from lockstep.errors import InputError, ProofError
+from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.tokens.kept_ids import KeptIds
 
 
@@ -64,6 +65,11 @@ def test_an_id_that_the_model_does_not_have_is_refused() -> None:
         # Finite in float64, but not in float32. Log-probs are stored in float32.
         ({"logprobs": (-0.5, -1e39)}, "logprobs"),
         ({"weight_versions": (3, 2)}, "version"),
+        # Of a version that nobody has pushed yet, in the whole answer or from its second token on.
+        ({"weight_versions": (4, 4)}, "version"),
+        ({"weight_versions": (3, 4)}, "version"),
+        ({"weight_versions": (-1, -1)}, "version"),
+        ({"weight_versions": (2**63 - 1, 2**63 - 1)}, "version"),
         ({"weight_versions": ()}, "logprobs"),
         ({"sampled": (True,)}, "keys"),
         ({"sampled": (False, False)}, "keys"),
@@ -73,6 +79,90 @@ def test_a_wrong_answer_names_its_proof(changes: dict[str, object], proof: str) 
     with pytest.raises(ProofError) as caught:
         check_answers([request(1)], [answer(request(1), **changes)], [3])
     assert caught.value.check == proof
+
+
+STAMPS = {"run:2": 2, "run:3": 3}
+
+
+def said(*spans: object, **changes: object) -> dict[str, object]:
+    """A server's answer to `request(1)`, with two tokens."""
+    logprobs = [{"token_id": token, "logprob": -0.5} for token in (7, 8)]
+    choice = {
+        "token_ids": [7, 8], "finish_reason": "stop", "logprobs": {"content": logprobs}, "weight_versions": list(spans),
+    }  # fmt: skip
+    return {"request_id": "x/1", "prompt_token_ids": [1, 1, 2], "choices": [choice | changes]}
+
+
+def span(version: object, start: object, end: object) -> dict[str, object]:
+    return {"version": version, "start": start, "end": end}
+
+
+def test_the_stamps_of_an_answer_become_the_version_of_each_token() -> None:
+    found = completion_from(said(span("run:2", 0, 1), span("run:3", 1, 5)), request(1), "x/1", STAMPS)
+    assert found.weight_versions.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        # Stamps of the future, of another run, and of no run.
+        [span("run:4", 0, 2)],
+        [span("run:3", 0, 1), span("run:4", 1, 2)],
+        [span("other:3", 0, 2)],
+        [span("run:-1", 0, 2)],
+        [span("run:3.0", 0, 2)],
+        [span("3", 0, 2)],
+        [span(3, 0, 2)],
+        [span(None, 0, 2)],
+        # Spans that leave out tokens, overlap, go back, or have no end that a computer can count to.
+        [span("run:3", 1, 3)],
+        [span("run:2", 0, 1), span("run:3", 2, 3)],
+        [span("run:2", 0, 2), span("run:3", 1, 2)],
+        [span("run:2", 0, 2), span("run:3", 2, 1)],
+        [span("run:3", 0, 1)],
+        [span("run:3", 0, -1)],
+        [span("run:3", 0, "2")],
+        [span("run:3", 0, 2.0)],
+        [span("run:3", False, 2)],
+    ],
+)
+def test_stamps_that_no_push_gave_are_refused_by_the_version(spans: list[object]) -> None:
+    with pytest.raises(ProofError) as caught:
+        completion_from(said(*spans), request(1), "x/1", STAMPS)
+    assert caught.value.check == "version"
+
+
+def test_a_span_without_end_costs_no_memory() -> None:
+    found = completion_from(said(span("run:3", 0, 10**15)), request(1), "x/1", STAMPS)
+    assert found.weight_versions.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight_versions": [{}]},
+        {"weight_versions": [span(["run:3"], 0, 2)]},
+        {"weight_versions": 3},
+        {"weight_versions": ["run:3"]},
+        {"token_ids": 7},
+        {"token_ids": [7, "8"]},
+        {"token_ids": [7, 2**70]},
+        {"logprobs": []},
+        {"logprobs": {"content": [{"token_id": 7}, {"token_id": 8}]}},
+        {"logprobs": {"content": [{"token_id": 7, "logprob": "0"}, {"token_id": 8, "logprob": 0}]}},
+        {"logprobs": {"content": 5}},
+        {"finish_reason": ["stop"]},
+    ],
+)
+def test_an_answer_with_fields_of_other_types_is_one_error(changes: dict[str, object]) -> None:
+    broken = said(span("run:3", 0, 2), **changes)
+    with pytest.raises(LockstepError, match=r"the answer to request x/1|ended with finish reason|0 log-probs"):
+        completion_from(broken, request(1), "x/1", STAMPS)
+    assert stamps_of(broken) <= {"run:3"}
+    scored = broken | {"prompt_logprobs": [None, {"1": {"logprob": "x"}}, {"2": 3}]}
+    with pytest.raises(ProofError):
+        scores_from(scored, (1, 1, 2), "x/1", STAMPS)
 
 
 def test_requests_are_refused_before_any_is_started() -> None:

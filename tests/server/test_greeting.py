@@ -21,6 +21,7 @@ from lockstep.engines.http.greeting import GREETING, PROOF_HEADER, Session, make
 from lockstep.engines.http.server_calls import HEALTH, CallLoop, ServerCalls
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.images.urls import ImageUrls
+from lockstep.server import guard as guard_module
 from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import KEY_VARIABLE, read_key, write_key
 
@@ -165,33 +166,83 @@ def test_a_server_that_was_started_by_hand_with_another_key_is_found_by_its_key_
     assert "secret" not in port.sent()
 
 
+def replayed(port: Port, guard: KeyGuard, method: str, target: str, body: bytes, shown: str) -> tuple[int, str | None]:
+    """The status of a call that contains this `Authorization` header, and the proof of its answer."""
+
+    async def status() -> tuple[int, str | None]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://x") as client:
+            answer = await client.request(method, target, content=body, headers={"authorization": shown})
+            return answer.status_code, answer.headers.get(PROOF_HEADER)
+
+    return port.calls._loop.run(status())
+
+
 def test_a_call_without_the_trainers_proof_is_answered_401(port: Port) -> None:
     guard = guarded()
     port.program = guard
     port.calls.call("GET", "/weight_info")
-    shown = port.seen[-1].headers["authorization"]
+    nonce, call, mark, proof = port.seen[-1].headers["authorization"].split()[1].split(".")
     session = Session("a-key-of-somebody-else", make_nonce(), guard._nonce)
-
-    async def status(**headers: str) -> tuple[int, str | None]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://x") as client:
-            answer = await client.get("/weight_info", headers=headers)
-            return answer.status_code, answer.headers.get(PROOF_HEADER)
-
-    def ask(**headers: str) -> tuple[int, str | None]:
-        return port.calls._loop.run(status(**headers))
-
-    assert ask(authorization=shown)[0] == 200
-    nonce, call, proof = shown.split()[1].split(".")
     for words in (
-        session.authorization(make_nonce()),
-        f"Lockstep {nonce}.{make_nonce()}.{proof}",
-        f"Lockstep {make_nonce()}.{call}.{proof}",
-        f"Lockstep {nonce}.{call}.",
-        f"Lockstep {nonce}..{proof}",
+        session.authorization("GET", "/weight_info", [], b"")[1],
+        f"Lockstep {nonce}.{int(call) + 1}.{mark}.{proof}",
+        f"Lockstep {nonce}.0{call}.{mark}.{proof}",
+        f"Lockstep {make_nonce()}.{call}.{mark}.{proof}",
+        f"Lockstep {nonce}.{call}.{mark}.",
+        f"Lockstep {nonce}..{mark}.{proof}",
+        f"Lockstep {nonce}.{call}..{proof}",
+        f"Lockstep {nonce}.{call}.{proof}",
         "Lockstep",
-        f"Bearer {nonce}.{call}.{proof}",
+        f"Bearer {nonce}.{call}.{mark}.{proof}",
     ):
-        assert ask(authorization=words) == (401, None), words
+        assert replayed(port, guard, "GET", "/weight_info", b"", words) == (401, None), words
+
+
+def test_a_call_that_somebody_has_read_can_neither_be_sent_again_nor_made_another(port: Port) -> None:
+    body, session = b'{"weights": 1}', None
+    guard = guarded()
+    port.program = guard
+    port.calls.call("POST", "/update_weights", {"weights": 1}, mode="keep", clear="false")
+    session = port.calls._session
+    assert session is not None
+    assert port.seen[-1].content == b'{"weights":1}'
+    # Read on the way, and sent again: the same, or another call, body or query.
+    old = port.seen[-1].headers["authorization"]
+    assert replayed(port, guard, "POST", "/update_weights?mode=keep&clear=false", port.seen[-1].content, old)[0] == 401
+    # Stopped on the way: whatever is made of it is refused, also after its number has come.
+    signed = lambda: session.authorization("POST", "/pause", [("mode", "keep"), ("x", "a&b=c")], body)[1]  # noqa: E731
+    for method, target, sent in (
+        ("PUT", "/pause?mode=keep&x=a%26b%3Dc", body),
+        ("POST", "/resume?mode=keep&x=a%26b%3Dc", body),
+        ("POST", "/pause", body),
+        ("POST", "/pause?mode=wait&x=a%26b%3Dc", body),
+        ("POST", "/pause?mode=keep&x=a&b=c", body),
+        ("POST", "/pause?mode=keep&mode=keep&x=a%26b%3Dc", body),
+        ("POST", "/pause?mode=keep&x=a%26b%3Dc", b""),
+        ("POST", "/pause?mode=keep&x=a%26b%3Dc", b'{"weights": 2}'),
+        ("POST", "/pause?mode=keep&x=a%26b%3Dc", body + b" " * (1 << 20)),
+    ):
+        assert replayed(port, guard, method, target, sent, signed()) == (401, None), (method, target, sent[:20])
+    # The order of the query is that of a proxy.
+    shown = signed()
+    assert replayed(port, guard, "POST", "/pause?x=a%26b%3Dc&mode=keep", body, shown)[0] == 200
+    assert replayed(port, guard, "POST", "/pause?mode=keep&x=a%26b%3Dc", body, shown)[0] == 401
+    # A restart ends the session.
+    assert replayed(port, guarded(), "POST", "/pause?mode=keep&x=a%26b%3Dc", body, signed())[0] == 401
+    assert port.calls.call("GET", "/weight_info") == {"fine": True}
+
+
+def test_numbers_of_calls_are_taken_once_in_whatever_order_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = guard_module._Calls()
+    for number in (1, 3, 2, 7, 5):
+        assert calls.take(number), number
+        assert not calls.take(number), number
+    assert calls._higher == {5, 7}
+    # A call that never came is given up, and the memory stays small.
+    monkeypatch.setattr(guard_module, "_MOST_HIGHER", 8)
+    assert all(calls.take(number) for number in range(8, 100))
+    assert len(calls._higher) <= 8
+    assert not any(calls.take(number) for number in range(1, 100))
 
 
 def test_a_greeting_without_a_usable_nonce_is_answered_401(port: Port) -> None:

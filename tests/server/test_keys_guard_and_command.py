@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_disk import full_disk
 
 from lockstep.cli.main import main
 from lockstep.cli.serve import _where
@@ -36,6 +37,13 @@ class TestKeys:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert read_key(path) == key
         assert make_key() != key
+
+    def test_a_full_disk_leaves_the_key_as_it_was_and_nothing_beside_it(self, tmp_path: Path) -> None:
+        write_key(path := tmp_path / "keys" / "k", KEY)
+        with full_disk(4), pytest.raises(OSError, match=r"(No space left|File too large).*keys/k"):
+            write_key(path, make_key())
+        assert read_key(path) == KEY
+        assert list(path.parent.iterdir()) == [path]
 
     @pytest.mark.parametrize("terminal", [True, False])
     def test_a_key_is_shown_on_a_terminal_and_never_in_a_log(

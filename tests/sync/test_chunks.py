@@ -33,4 +33,34 @@ def test_a_tensor_outside_its_buffer_is_refused() -> None:
     with pytest.raises(ValueError, match="outside the buffer"):
         views(torch.zeros(8, dtype=torch.uint8), [["t", "float32", [3], 0]])
     with pytest.raises(ValueError, match="outside the buffer"):
-        views(torch.zeros(8, dtype=torch.uint8), [["t", "float32", [1], -4]])
+        views(torch.zeros(128, dtype=torch.uint8), [["t", "uint8", [65], 64]])
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        # A shape of [-1] would be a view of all bytes but the last four.
+        ["t", "float32", [-1], 0],
+        ["t", "float32", [0, -3], 0],
+        ["t", "float32", [1.5], 0],
+        ["t", "uint8", [True], 0],
+        ["t", "uint8", ["4"], 0],
+        ["t", "uint8", 4, 0],
+        ["t", "uint8", [4], -64],
+        ["t", "uint8", [4], 3],
+        ["t", "uint8", [4], 0.0],
+        ["t", "uint8", [4], "0"],
+        ["t", "load", [1], 0],
+        ["t", "nn", [1], 0],
+        ["t", "float33", [1], 0],
+        ["t", 3, [1], 0],
+        [3, "uint8", [4], 0],
+        [None, "uint8", [4], 0],
+        ["t", "uint8", [4]],
+        ["t", "uint8", [4], 0, 1],
+    ],
+)
+def test_a_place_that_no_trainer_wrote_is_refused_in_one_sentence(entry: list) -> None:
+    for read in (lambda: views(torch.zeros(64, dtype=torch.uint8), [entry]), lambda: buffer_bytes([entry])):
+        with pytest.raises(ValueError, match="is no place of a tensor"):
+            read()

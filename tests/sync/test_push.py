@@ -13,7 +13,7 @@ from tiny import make_model
 
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_digest, tensor_specs
-from lockstep.errors import ProofError
+from lockstep.errors import InputError, ProofError
 from lockstep.sync.changes import Update
 from lockstep.sync.push import check_loaded, push_weights
 from lockstep.sync.source import PlainSource
@@ -61,6 +61,14 @@ def test_the_version_advances_last() -> None:
     record = push_weights(make_model(), receiver, 4)
     assert receiver.events == ["begin", "load", "reset", "commit"]
     assert (receiver.version, record.version, record.tensors) == (4, 4, len(list(make_model().named_parameters())))
+
+
+@pytest.mark.parametrize("version", [-1, 1 << 63, 1.0, "4", True, None])
+def test_a_version_that_is_no_number_of_a_version_is_refused_before_anything_is_sent(version: Any) -> None:
+    receiver = Recorder()
+    with pytest.raises(InputError, match="a weight version must be a whole number"):
+        push_weights(make_model(), receiver, version)
+    assert (receiver.events, receiver.version) == ([], 3)
 
 
 def test_a_tensor_that_did_not_arrive_stops_the_push() -> None:

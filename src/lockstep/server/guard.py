@@ -12,8 +12,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 from lockstep.engines.http.greeting import (
     GREETING,
@@ -22,6 +25,7 @@ from lockstep.engines.http.greeting import (
     PROOF_HEADER,
     SCHEME,
     Session,
+    body_mark,
     is_nonce,
     make_nonce,
     server_proof,
@@ -41,6 +45,8 @@ _RPC, _OURS = "/collective_rpc", "lockstep_"
 ALIVE = "lockstep_alive"
 # Bytes of a call of `/collective_rpc`. The longest one lists the names of all tensors of a model.
 _LARGEST_RPC = 64 << 20
+# The number of a trainer's call, and how many numbers of a session are kept beyond one that has not come.
+_NUMBER, _MOST_HIGHER = re.compile(r"[1-9][0-9]{0,17}"), 4096
 # A server whose engine owes an answer for this many seconds is not healthy any more, and what it answers then.
 SILENT_LIMIT = 120.0
 SILENT_STATUS = 504
@@ -59,6 +65,7 @@ class KeyGuard:
         self._digest = _digest(self._key.encode())
         # A restarted server has another nonce, so that every trainer must greet it again.
         self._nonce = make_nonce()
+        self._calls: defaultdict[str, _Calls] = defaultdict(_Calls)
         self._watch = EngineWatch()
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
@@ -73,8 +80,13 @@ class KeyGuard:
             await send({"type": "websocket.close", "code": 1008})
         elif scope.get("path") == GREETING:
             await self._greet(scope, send)
-        elif (proof := self._proof_for(scope)) is not None:
-            await self._pass_on(scope, receive, _with_proof(send, proof))
+        elif (proven := self._proven(scope)) is not None:
+            mark, proof = proven
+            body = await _body(receive, int(mark.partition("-")[0]))
+            if body is not None and body_mark(body) == mark:
+                await self._pass_on(scope, _again(body, receive), _with_proof(send, proof))
+            else:
+                await _answer(send, 401, {"error": "this is not the call that the trainer has signed"})
         else:
             await _answer(send, 401, {"error": "this server needs its key: Authorization: Bearer KEY"})
 
@@ -91,7 +103,7 @@ class KeyGuard:
         with self._watch.call(_only_header(scope, LIMIT_HEADER.encode())):
             if (scope.get("method"), scope.get("path")) != ("POST", _RPC):
                 await self._app(scope, receive, send)
-            elif (body := await _body(receive)) is None:
+            elif (body := await _body(receive, _LARGEST_RPC)) is None:
                 await _answer(send, 413, {"error": f"{_RPC} takes at most {_LARGEST_RPC >> 20} MiB"})
             elif (checked := _checked_rpc(body)) is None:
                 # Any other method may end the engine's threads, change weights behind the proofs, or run code.
@@ -111,15 +123,38 @@ class KeyGuard:
         # All digests have the same length. The time of the comparison therefore does not reveal the key's length.
         return scheme.lower() == "bearer" and hmac.compare_digest(_digest(key.strip().encode()), self._digest)
 
-    def _proof_for(self, scope: _Message) -> str | None:
-        """The proof for the answer to a trainer's call; None if the call does not prove that the trainer has the key."""
+    def _proven(self, scope: _Message) -> tuple[str, str] | None:
+        """The mark of the body of a trainer's call, and the proof for its answer; None if the call has no proof, or came before."""
         scheme, _, words = _only_header(scope, b"authorization").partition(" ")
-        nonce, _, rest = words.partition(".")
-        call, _, proof = rest.partition(".")
-        if scheme != SCHEME or not (is_nonce(nonce) and is_nonce(call)):
+        nonce, call, mark, proof = (words.split(".") + [""] * 4)[:4]
+        if scheme != SCHEME or not is_nonce(nonce) or not _NUMBER.fullmatch(call):
             return None
         session = Session(self._key, nonce, self._nonce)
-        return session.proof(call) if session.is_trainer(call, proof) else None
+        query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
+        is_trainer = session.is_trainer(call, scope["method"], scope["path"], query, mark, proof)
+        return (mark, session.proof(call)) if is_trainer and self._calls[nonce].take(int(call)) else None
+
+
+class _Calls:
+    """The numbers of one session's calls. Each is taken once. They come nearly in order."""
+
+    def __init__(self) -> None:
+        # All numbers up to this one count as taken, and some higher ones are.
+        self._all_up_to = 0
+        self._higher: set[int] = set()
+
+    def take(self, number: int) -> bool:
+        """Take a number. Returns False if it was taken before."""
+        if number <= self._all_up_to or number in self._higher:
+            return False
+        self._higher.add(number)
+        if len(self._higher) > _MOST_HIGHER:
+            # A call that has not come until now never will.
+            self._all_up_to = min(self._higher) - 1
+        while self._all_up_to + 1 in self._higher:
+            self._all_up_to += 1
+            self._higher.remove(self._all_up_to)
+        return True
 
 
 def _only_header(scope: _Message, wanted: bytes) -> str:
@@ -128,15 +163,15 @@ def _only_header(scope: _Message, wanted: bytes) -> str:
     return found[0].decode("latin-1") if len(found) == 1 else ""
 
 
-async def _body(receive: _Receive) -> bytes | None:
-    """The body of a call; None: it is too large."""
+async def _body(receive: _Receive, limit: int) -> bytes | None:
+    """The body of a call; None: it has more than `limit` bytes."""
     parts, size, more = [], 0, True
     while more:
         message = await receive()
         # A client that has gone away sends nothing more.
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        if size > _LARGEST_RPC:
+        if size > limit:
             return None
         more = message["type"] == "http.request" and message.get("more_body", False)
     return b"".join(parts)

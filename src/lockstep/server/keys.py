@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from lockstep import child_environment
 from lockstep.engines.http.server_calls import is_local
-from lockstep.errors import InputError
+from lockstep.errors import InputError, names_path
 from lockstep.models.packaged import cache_dir
 
 KEY_VARIABLE = child_environment.KEY_VARIABLE
@@ -53,14 +53,22 @@ def default_key_file(port: int) -> Path:
 
 
 def write_key(path: Path, key: str) -> None:
-    """Write a key file that no other user can read, not even while it is written."""
+    """Write a key file that no other user can read, not even while it is written.
+
+    Raises:
+        OSError: it cannot be written, for example because the disk is full. A key that is there stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     staging = path.with_suffix(f".{os.getpid()}")
     staging.unlink(missing_ok=True)
     handle = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
-        file.write(key + "\n")
-    staging.replace(path)
+    try:
+        with names_path(path), os.fdopen(handle, "w") as file:
+            file.write(key + "\n")
+        staging.replace(path)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
 
 
 def read_key(path: Path) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.engines.tensor_specs import one_push
-from lockstep.errors import ProofError
+from lockstep.errors import InputError, ProofError
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.changes import LastPush, Update
 from lockstep.sync.live import check_live
@@ -94,11 +94,16 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
     push is sent (`sync/changes.py`). If the engine does not hold the version afterwards, all weights are sent once. After a failure
     the engine refuses to generate until a later push succeeds.
 
+    Args:
+        version: from 0 to 2^63 − 1.
+
     Raises:
-        InputError: the model has an adapter of a kind that cannot be merged.
+        InputError: the model has an adapter of a kind that cannot be merged, or `version` is no such number.
         ProofError: what the engine holds differs from the version, some parameters received nothing, what was sent is not the live
             model, or the engine did not confirm the reset of its caches.
     """
+    if type(version) is not int or not 0 <= version < 1 << 63:
+        raise InputError(f"version={version!r}; a weight version must be a whole number from 0 to 2^63 - 1")
     start = time.perf_counter()
     source, last_push = weights_of(model), _LAST_PUSHES.setdefault(engine, LastPush())
     update, in_full = Update(source, engine.wire_dtype, last_push), ""

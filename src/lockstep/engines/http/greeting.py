@@ -2,15 +2,19 @@
 
 The trainer sends a nonce to the path `GREETING`. The server answers with its own nonce and a proof, the HMAC-SHA256 of both nonces
 under the key. Another program that listens on the server's port cannot compute the proof, so that the trainer makes no call to it.
-Every later call contains a proof of the trainer, and every answer contains a proof of the server. The trainer's end is
-`engines/http/server_calls.py`, and the server's end is `server/guard.py`.
+Every later call contains a proof of the trainer, and every answer contains a proof of the server. The trainer's proof covers the
+whole call and its number, and the server takes each number once. Who reads a call can therefore neither send it again nor make
+another one of it. The trainer's end is `engines/http/server_calls.py`, and the server's end is `server/guard.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
+import json
 import secrets
+from collections.abc import Iterable
 
 # The path of a greeting. It needs no key, and its answer contains only a nonce and a proof.
 GREETING = "/lockstep/greeting"
@@ -49,18 +53,24 @@ class Session:
     def __init__(self, key: str, trainer_nonce: str, server_nonce: str) -> None:
         self._nonce = trainer_nonce
         self._secret = _mac(key.encode(), "session", trainer_nonce, server_nonce).encode()
+        self._numbers = itertools.count(1)
 
-    def authorization(self, call: str) -> str:
-        """The `Authorization` header of a call.
+    def authorization(self, method: str, path: str, query: Iterable[tuple[str, str]], body: bytes) -> tuple[str, str]:
+        """The number of a call, which no other call of the session has, and its `Authorization` header."""
+        call, mark = str(next(self._numbers)), body_mark(body)
+        proof = self._trainer_proof(call, method, path, query, mark)
+        return call, f"{SCHEME} {self._nonce}.{call}.{mark}.{proof}"
 
-        Args:
-            call: a nonce that is used for this call only.
-        """
-        return f"{SCHEME} {self._nonce}.{call}.{_mac(self._secret, 'trainer', call)}"
+    def is_trainer(
+        self, call: str, method: str, path: str, query: Iterable[tuple[str, str]], mark: str, proof: str
+    ) -> bool:
+        """Whether the proof in a call's header comes from a trainer with the key, for this call with the body of this mark."""
+        wanted = self._trainer_proof(call, method, path, query, mark)
+        return hmac.compare_digest(wanted.encode(), proof.encode())
 
-    def is_trainer(self, call: str, proof: str) -> bool:
-        """Whether the proof in a call's header comes from a trainer with the key."""
-        return hmac.compare_digest(_mac(self._secret, "trainer", call).encode(), proof.encode())
+    def _trainer_proof(self, call: str, method: str, path: str, query: Iterable[tuple[str, str]], mark: str) -> str:
+        whole = json.dumps([method, path, sorted(query), mark])
+        return _mac(self._secret, "trainer", call, hashlib.sha256(whole.encode()).hexdigest())
 
     def proof(self, call: str) -> str:
         """The server's proof in the answer to a call."""
@@ -69,6 +79,11 @@ class Session:
     def is_server(self, call: str, proof: str | None) -> bool:
         """Whether an answer comes from the server of the greeting."""
         return hmac.compare_digest(self.proof(call).encode(), (proof or "").encode())
+
+
+def body_mark(body: bytes) -> str:
+    """What a call's header says about its body: the number of bytes and their SHA-256."""
+    return f"{len(body)}-{hashlib.sha256(body).hexdigest()}"
 
 
 def _mac(key: bytes, *parts: str) -> str:

@@ -12,6 +12,7 @@ import errno
 import functools
 import hmac
 import ipaddress
+import json
 import resource
 import ssl
 from collections.abc import Callable, Coroutine, Sequence
@@ -110,7 +111,7 @@ class ServerCalls:
         return calls
 
     async def ask(
-        self, method: str, path: str, body: Any = None, *, limit: float | None = None, plain: bool = False, **query: Any
+        self, method: str, path: str, body: Any = None, *, limit: float | None = None, plain: bool = False, **query: str
     ) -> Any:
         """Make one call. Returns the decoded JSON of the answer, or None if the answer is empty.
 
@@ -127,10 +128,12 @@ class ServerCalls:
         limit = self.timeout if limit is None else limit
         # `/health` needs no key. While the server restarts, another program may have its port, and a greeting would raise an error.
         session = None if path == HEALTH or self._key is None else await self._open_session(self._key, limit)
-        call = make_nonce()
-        headers = {LIMIT_HEADER: f"{limit:.3f}"}
+        call, headers, content = "", {LIMIT_HEADER: f"{limit:.3f}"}, b""
+        if body is not None:
+            content = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+            headers["Content-Type"] = "application/json"
         if session is not None:
-            headers["Authorization"] = session.authorization(call)
+            call, headers["Authorization"] = session.authorization(method, path, query.items(), content)
 
         def most(answer: httpx.Response) -> int:
             """The proof of the server comes before its answer."""
@@ -139,7 +142,7 @@ class ServerCalls:
             is_server = session is not None and session.is_server(call, answer.headers.get(PROOF_HEADER))
             return _LARGEST if is_server else _LARGEST_UNPROVEN
 
-        answer, found = await self._send(method, path, limit, headers, most, json=body, params=query)
+        answer, found = await self._send(method, path, limit, headers, most, content=content, params=query)
         if answer.status_code >= 500:
             raise self._lost(path, f"answered {answer.status_code}: {_text(found)}", refused=True)
         if session is not None:
@@ -243,12 +246,12 @@ class ServerCalls:
         raise self._lost(path, what)
 
     def call(
-        self, method: str, path: str, body: Any = None, *, limit: float | None = None, plain: bool = False, **query: Any
+        self, method: str, path: str, body: Any = None, *, limit: float | None = None, plain: bool = False, **query: str
     ) -> Any:
         """Make the call of `ask`, and wait for it."""
         return self._loop.run(self.ask(method, path, body, limit=limit, plain=plain, **query))
 
-    def begin(self, method: str, path: str, **query: Any) -> Pending[Any, Any]:
+    def begin(self, method: str, path: str, **query: str) -> Pending[Any, Any]:
         """Start the call of `ask` without waiting for it."""
         return self._loop.start(self.ask(method, path, **query), lambda found: found)
 

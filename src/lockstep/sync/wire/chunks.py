@@ -57,21 +57,41 @@ def views(buffer: torch.Tensor, placed: Iterable[Sequence[object]]) -> list[Name
     """The tensors of a chunk as views of a uint8 buffer.
 
     Raises:
-        ValueError: a tensor is not within the buffer.
+        ValueError: an entry is no place of a tensor, or the tensor is not within the buffer.
     """
     found = []
-    for name, dtype, shape, offset in (TensorPlace(*entry) for entry in placed):  # type: ignore[arg-type]
-        torch_dtype, size = getattr(torch, dtype), _bytes(dtype, shape)
-        if offset < 0 or offset + size > buffer.numel():
+    for name, dtype, shape, offset in map(_place, placed):
+        size = _bytes(dtype, shape)
+        if offset + size > buffer.numel():
             raise ValueError(f"{name} is outside the buffer of {buffer.numel()} bytes")
-        found.append((name, buffer[offset : offset + size].view(torch_dtype).view(shape)))
+        found.append((name, buffer[offset : offset + size].view(getattr(torch, dtype)).view(shape)))
     return found
 
 
 def buffer_bytes(placed: Iterable[Sequence[object]]) -> int:
-    """The number of bytes that a buffer needs for a chunk."""
-    entries = [TensorPlace(*entry) for entry in placed]  # type: ignore[arg-type]
-    return max((entry.offset + _bytes(entry.dtype, entry.shape) for entry in entries), default=0)
+    """The number of bytes that a buffer needs for a chunk.
+
+    Raises:
+        ValueError: an entry is no place of a tensor.
+    """
+    return max((place.offset + _bytes(place.dtype, place.shape) for place in map(_place, placed)), default=0)
+
+
+def _place(entry: Sequence[object]) -> TensorPlace:
+    """The place that an entry of another process describes.
+
+    Raises:
+        ValueError: it describes none.
+    """
+    if len(entry) == len(TensorPlace._fields):
+        name, dtype, shape, offset = entry
+        sizes = [*shape, offset] if isinstance(shape, (list, tuple)) else [-1]
+        is_place = isinstance(name, str) and isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in sizes)
+        if is_place and isinstance(getattr(torch, str(dtype), None), torch.dtype) and offset % ALIGNMENT == 0:  # type: ignore[operator]
+            return TensorPlace(*entry)  # type: ignore[arg-type]
+    raise ValueError(
+        f"{list(entry)!s:.200} is no place of a tensor: a name, a dtype, sizes, and a multiple of {ALIGNMENT}"
+    )
 
 
 def _bytes(dtype: str, shape: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ to its request and that each log-prob belongs to its token. `engines/answers.py`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from operator import eq, itemgetter
 from typing import Any, TypeVar, cast
@@ -15,7 +16,7 @@ import numpy as np
 from lockstep.engines.http.requests.pictures import check_places, features
 from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
 from lockstep.engines.vllm.requests.conversion import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
-from lockstep.errors import LockstepError, ProofError
+from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import Picture
 from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers
 
@@ -27,6 +28,25 @@ _NO_LOGPROB = -9999.0
 _token_id, _logprob = itemgetter("token_id"), itemgetter("logprob")
 # vLLM's stamp of the weights that it has loaded at its start.
 INITIAL_WEIGHTS = "default"
+# What Python raises for a field that is missing, or has another type.
+_BROKEN = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
+
+
+def _refusing_broken(read: Callable[[Any, Any, str, Any], T]) -> Callable[[Any, Any, str, Any], T]:
+    """A reader of answers that refuses an answer with a missing field, or with a value of another type."""
+
+    @functools.wraps(read)
+    def checked(answer: Any, asked: Any, name: str, versions: Any) -> T:
+        try:
+            return read(answer, asked, name, versions)
+        except InputError:
+            raise
+        except _BROKEN as error:
+            raise _mixed_up(
+                f"the answer to request {name} is damaged ({type(error).__name__}: {error!s:.80})"
+            ) from error
+
+    return checked
 
 
 def generation_body(request: GenerationRequest, name: str) -> dict[str, Any]:
@@ -68,6 +88,7 @@ def _body(ids: list[int], name: str, params: Mapping[str, Any]) -> dict[str, Any
     return {"request_id": name, "token_ids": ids, "return_token_ids": True, "sampling_params": params}
 
 
+@_refusing_broken
 def completion_from(answer: Any, request: GenerationRequest, name: str, versions: Mapping[str, int]) -> Completion:
     """Convert one answer to a completion.
 
@@ -99,6 +120,7 @@ def completion_from(answer: Any, request: GenerationRequest, name: str, versions
     )
 
 
+@_refusing_broken
 def scores_from(answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[str, int]) -> tuple[float, ...]:
     """Log-prob of every id except the first. If a log-prob is missing, the result is shorter.
 
@@ -116,10 +138,13 @@ def scores_from(answer: Any, ids: tuple[int, ...], name: str, versions: Mapping[
 
 
 def stamps_of(answer: Any) -> set[str]:
-    """The stamps of all tokens of an answer."""
-    choices = answer.get("choices") if isinstance(answer, dict) else None
-    spans = [span for choice in choices or () for span in choice.get("weight_versions") or ()]
-    return {span["version"] for span in spans}
+    """The stamps of all tokens of an answer; none, if the answer is damaged."""
+    try:
+        spans = [span for choice in answer["choices"] for span in choice["weight_versions"]]
+        return {span["version"] for span in spans}
+    except _BROKEN:
+        # Who reads the answer refuses it.
+        return set()
 
 
 def _choice(answer: Any, name: str) -> Mapping[str, Any]:
@@ -163,7 +188,7 @@ def _versions(
     request: GenerationRequest, spans: list[Mapping[str, Any]], versions: Mapping[str, int], tokens: int
 ) -> Ids:
     _check_stamps(str(request.key), spans, versions)
-    return versions_of([(versions[span["version"]], span["start"], span["end"]) for span in spans], tokens)
+    return versions_of(request.key, [(versions[s["version"]], s["start"], s["end"]) for s in spans], tokens)
 
 
 def _check_stamps(name: str, spans: list[Mapping[str, Any]], versions: Mapping[str, int]) -> None:

@@ -127,7 +127,7 @@ def completion(key: RequestKey, output: RequestOutput, *, filtered: bool) -> Com
         token_ids=whole_numbers(token_ids),
         # Look the log-prob up by token id, because the first entry is not always the sampled token.
         logprobs=reals([entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]),
-        weight_versions=_versions(sample.weight_versions, len(token_ids)),
+        weight_versions=_versions(key, sample.weight_versions, len(token_ids)),
         finish_reason=cast(FinishReason, sample.finish_reason),
         kept_ids=reported_kept_ids(
             key, sample.sampling_mask.token_ids if sample.sampling_mask else None, filtered=filtered
@@ -156,20 +156,39 @@ def reported_kept_ids(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, 
         ) from error
 
 
-def _versions(spans: Any, tokens: int) -> Ids:
-    return versions_of([(int(span.version), span.start, span.end) for span in spans or ()], tokens)
+def _versions(key: RequestKey, spans: Any, tokens: int) -> Ids:
+    return versions_of(key, [(int(span.version), span.start, span.end) for span in spans or ()], tokens)
 
 
-def versions_of(spans: Sequence[tuple[int, int, int]], tokens: int) -> Ids:
+def versions_of(key: RequestKey, spans: Sequence[tuple[int, int, int]], tokens: int) -> Ids:
     """(tokens,) weight version of each token.
 
     Args:
         spans: spans of tokens with the same version, in order: the version, the index of the first token, and the index after the
             last token. They may contain tokens after the end of the completion.
         tokens: number of tokens of the completion.
+
+    Raises:
+        ProofError: the spans overlap, leave out tokens, or are no spans.
     """
+    if not spans and not tokens:
+        return whole_numbers(())
+    bounds = [bound for _, *span in spans for bound in span]
+    # Each span begins where the one before has ended.
+    are_joined = bounds[:1] == [0] and all(start == end for end, start in zip(bounds[1::2], bounds[2::2], strict=False))
+    if not (
+        are_joined and all(type(bound) is int for bound in bounds) and bounds == sorted(bounds) and bounds[-1] >= tokens
+    ):
+        raise ProofError(
+            "version",
+            f"request {key}: the weight versions of its {tokens} tokens come as the spans {bounds!s:.80}, which do not cover each "
+            "token once",
+            "the engine's answer is damaged",
+            "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
+        )
+    ends = np.minimum(bounds[1::2], tokens)
     versions = np.array([version for version, _, _ in spans], dtype=np.int64)
-    return whole_numbers(np.repeat(versions, [end - start for _, start, end in spans])[:tokens])
+    return whole_numbers(np.repeat(versions, np.diff(ends, prepend=0)))
 
 
 def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:
