@@ -57,7 +57,7 @@ SILENT = {
         server/supervisor.py::Supervisor._sleep sync/wire/groups/meeting.py::own_address""",
     "a process that has ended or was killed": """
         environments/verifiers.py::VerifiersAgent._start_process rollouts/programs/environment_process.py::_kill
-        server/machine.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
+        kill_at_exit.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
     "it ends at once: the lock is refused, or the store is this process": """
         server/machine.py::reserved_port sync/wire/groups/meeting.py::open_store sync/wire/slots.py::TrainerLock.__init__
         sync/wire/slots.py::is_unlocked training/run_files/lock.py::_take engines/vllm/workers/leftovers.py::owned

@@ -24,6 +24,7 @@ import numpy as np
 
 from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError
+from lockstep.kill_at_exit import of_users_code
 from lockstep.report.waits import waiting
 
 Reward: TypeAlias = float | None
@@ -105,6 +106,7 @@ class Agent:
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
             given.write(_row_as_json(row))
             given.seek(0)
+            killer = of_users_code()
             try:
                 process = await asyncio.create_subprocess_exec(
                     *self.command, stdin=given, stdout=said, stderr=errors, start_new_session=True,
@@ -113,6 +115,7 @@ class Agent:
             except OSError as error:
                 raise InputError(f"agent command {self.command[0]} cannot be started: {error.strerror}") from error
             try:
+                killer.add(process.pid)
                 code = await process.wait()
             finally:
                 await _kill(process)
@@ -148,6 +151,7 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
     # The group may be gone already.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    of_users_code().remove(process.pid)
     await asyncio.wait_for(process.wait(), _GRACE)
 
 
