@@ -210,8 +210,8 @@ class Sweep:
         """The operations of the last run. `milliseconds` are its time."""
         return int.from_bytes(self.counter.read_bytes(), sys.byteorder)
 
-    def fork(self, work: Callable[[], int], number: int, way: int) -> Ended:
-        """Run a function in a fork, with its operations counted."""
+    def fork(self, work: Callable[[], int], number: int, way: int, below: str) -> Ended:
+        """Run a function in a fork, with its operations below a folder of the run counted."""
         self._reset()
         with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as out:
             sys.stdout.flush()
@@ -220,11 +220,12 @@ class Sweep:
                 os.setsid()
                 os.dup2(out.fileno(), 1)
                 os.dup2(said.fileno(), 2)
+                os.environ["XDG_CACHE_HOME"] = str(self.home / "cache")
                 os.environ["TMPDIR"] = tempfile.tempdir = str(self.home / "tmp")
                 os.chdir(self.home)
                 library = ctypes.CDLL(str(self.library))
                 library.kill_sweep_arm(
-                    os.fsencode(self.home), os.fsencode(self.counter), ctypes.c_long(number), ctypes.c_int(way)
+                    os.fsencode(self.home / below), os.fsencode(self.counter), ctypes.c_long(number), ctypes.c_int(way)
                 )
                 code = 70
                 try:
@@ -271,17 +272,18 @@ class Sweep:
         given = {name: value for name, value in {**usual, **fields}.items() if value is not None}
         return [word for name, value in given.items() for word in (f"--{name}", str(value))] + list(more)
 
-    def main(self, words: list[str], number: int, way: int) -> Ended:
+    def main(self, words: list[str], number: int, way: int, below: str = "") -> Ended:
         def work() -> int:
             from lockstep.cli.main import main
 
             return main(words)
 
-        return self.fork(work, number, way)
+        return self.fork(work, number, way, below)
 
     def fresh(self) -> None:
         shutil.rmtree(self.home)
         (self.home / "tmp").mkdir(parents=True)
+        (self.home / "cache" / "lockstep" / "models").mkdir(parents=True)
         for name, text in (("mine.py", CODE), ("apart.py", APART), ("program.py", PROGRAM)):
             (self.home / name).write_text(text)
         texts = [f"what is {i} + {i}" for i in range(8)]
@@ -323,6 +325,7 @@ class Sweep:
                 self.judge_merged,
                 lambda: (self.home / "merged").exists(),
             ),
+            "packaged": Command(self.fresh, self.convert, self.judge_packaged),
             "serve": Command(self.fresh, self.serve, lambda: None),
         }  # fmt: skip
 
@@ -351,6 +354,17 @@ class Sweep:
             self._must("merge", self.main(words, 0, 0))
             self.keep("merged")
 
+        if "packaged" in names:
+            self.fresh()
+            self._must("packaged", self.convert(0, 0))
+            self.keep("packaged")
+
+    def convert(self, number: int, way: int) -> Ended:
+        """One step of a run with the packaged model, whose conversion alone is attacked."""
+        fields = {"model_name_or_path": "smollm2-135m-instruct", "max_steps": 1, "eval_size": 0, "save_strategy": "no"}
+        shutil.rmtree(self.home / "run", ignore_errors=True)
+        return self.main(["grpo", *self.words(**fields)], number, way, "cache/lockstep/models")
+
     @staticmethod
     def _must(what: str, ended: Ended) -> None:
         assert ended.code == 0, f"{what} without a fault ended with {ended.code}: {ended.said[-2000:]}"
@@ -371,7 +385,9 @@ class Sweep:
             return f"the weights are {apart:.2g} apart"
         if curve(run, _SAMPLED if by_the_clock else "") != curve(whole, _SAMPLED if by_the_clock else ""):
             return "metrics.jsonl differs"
-        if temporary := [path.name for path in (run.parent / "tmp").iterdir()]:
+        if temporary := [
+            path.name for path in (run.parent / "tmp").iterdir() if not path.is_dir() or any(path.iterdir())
+        ]:
             return f"{temporary} are left in the temporary folder"
         if missing := {path.name for path in whole.iterdir()} - {path.name for path in run.iterdir()} - {".lock"}:
             return f"{sorted(missing)} are gone"
@@ -384,8 +400,18 @@ class Sweep:
         check_receipt(run / "receipt.jsonl")
         return None
 
+    def judge_packaged(self) -> str | None:
+        (whole,) = (self.kept / "packaged" / "cache" / "lockstep" / "models").iterdir()
+        there = self.home / "cache" / "lockstep" / "models"
+        if left := {path.name for path in there.iterdir() if path.is_file() or any(path.iterdir())} - {whole.name}:
+            return f"{sorted(left)} are left"
+        return self.judge_folder(there / whole.name, whole)
+
     def judge_merged(self) -> str | None:
-        there, whole = self.home / "merged", self.kept / "merged" / "merged"
+        return self.judge_folder(self.home / "merged", self.kept / "merged" / "merged")
+
+    @staticmethod
+    def judge_folder(there: Path, whole: Path) -> str | None:
         for path in whole.iterdir():
             if not (there / path.name).exists() or (there / path.name).read_bytes() != path.read_bytes():
                 return f"{path.name} differs"
@@ -557,6 +583,7 @@ def import_all(work: Sweep) -> None:
     import openai
     import peft
     import tiny
+    import tiny_package
     import torch
     import transformers.trainer
 
@@ -568,6 +595,8 @@ def import_all(work: Sweep) -> None:
     if not work.model.exists():
         tiny.save_model(work.model)
         caller.save_caller(work.model.with_name("caller"))
+        tiny_package.save_package(work.model.with_name("site"))
+    sys.path.insert(0, str(work.model.with_name("site")))
 
 
 def main() -> int:
@@ -580,7 +609,7 @@ def main() -> int:
     words.add_argument("--seconds", type=float, default=float("inf"))
     words.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     asked = words.parse_args()
-    known = [*(both for name in RUNS for both in (name, resumed(name))), "evaluate", "merge", "serve"]
+    known = [*(both for name in RUNS for both in (name, resumed(name))), "evaluate", "merge", "packaged", "serve"]
     names = [name for name in known if name in (asked.only.split(",") if asked.only else known)]
     if not names:
         words.error(f"no command is called {asked.only!r}; there are: {', '.join(known)}")
