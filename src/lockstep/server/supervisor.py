@@ -124,13 +124,13 @@ class Supervisor:
         """Run the server once. Returns the seconds since it became healthy (None: it was never healthy), and how it ended."""
         start, healthy_since, next_check = time.monotonic(), None, 0.0
         last_healthy, running_at, failing_since = start, start, None
+        # vLLM's processes would end late or never: a server that gets SIGTERM waits for its open calls.
+        kill_at_exit = KillAtExit()
         # A new process group, so that all processes of the server can be ended; and a umask, so that only this user can open its
         # files.
         self._child = subprocess.Popen(
             self._command, env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL, umask=0o077
         )
-        # vLLM's processes would end late or never: a server that gets SIGTERM waits for its open calls.
-        kill_at_exit = KillAtExit()
         kill_at_exit.add(self._child.pid)
         shown = ExitStack()
         shown.enter_context(waiting("vLLM's server to be ready", _START_LIMIT))
