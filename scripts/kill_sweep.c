@@ -18,7 +18,8 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { COUNT, KILL, TORN, FULL, BROKEN };
+/* At MOMENT and STOP, the signal comes from outside. */
+enum { COUNT, KILL, TORN, FULL, BROKEN, MOMENT, STOP };
 
 static char folder[PATH_MAX];
 static size_t folder_length;

@@ -44,6 +44,7 @@ PAIRS = ("algorithms/preference_loss.py", "tests/algorithms/test_preference_loss
 GAP = ("parity/logprobs/gap.py", "tests/parity/test_gap.py")
 SCHEME = ("definitions/quantisation.py", "tests/parity/test_quantised_gap.py")
 QUANTISED = ("parity/logprobs/quantised_gap.py", "tests/parity/test_quantised_gap.py")
+KILLER = ("kill_at_exit.py", "tests/test_kill_at_exit.py")
 FILES = ("files.py", "tests/training/test_whole_files.py tests/training/test_checkpoints_and_directory.py")
 LOCK = ("training/run_files/lock.py", "tests/training/test_directory_lock.py")
 RECEIPT = ("parity/receipt.py", "tests/parity/test_handshake_and_receipt.py")
@@ -635,7 +636,13 @@ MUTATIONS = [
         "}",
         "tests/server/test_child_environment.py",
     ),
-    _of(MACHINE, "a server outlives its supervisor", "os.killpg(int(sys.argv[1]), signal.SIGKILL)", "0"),
+    Mutation(
+        "a server outlives its supervisor",
+        "server/supervisor.py",
+        "        kill_at_exit.add(self._child.pid)",
+        "        pass",
+        MACHINE[1],
+    ),
     Mutation(
         "a server's engine outlives it",
         "server/supervisor.py",
@@ -1552,6 +1559,18 @@ MUTATIONS = [
     _of(FILES, "a write that fails", "            beside.unlink(missing_ok=True)", "            pass"),
     _of(
         FILES, "a line that could not be written whole", "                file.truncate(start)", "                pass"
+    ),
+    _of(FILES, "a folder of a killed process that stays", "            _remove_dead(left)", "            pass"),
+    _of(FILES, "a folder of a living process that is removed", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_UN"),
+    _of(FILES, "a folder whose owner has no lock yet", " and any(folder.iterdir())", ""),
+    _of(KILLER, "a process that outlives its run", 'self._tell(f"+{group}\\n")', "pass"),
+    _of(KILLER, "only the first process of a group is killed", "os.killpg(group, signal", "os.kill(group, signal"),
+    Mutation(
+        "an agent that outlives its run",
+        "gateway/agents.py",
+        "            killer.add(process.pid)",
+        "            pass",
+        KILLER[1],
     ),
     _of(FILES, "a link that becomes a file", "Path(os.path.realpath(path))", "path"),
     _of(
@@ -2579,8 +2598,8 @@ MUTATIONS = [
     Mutation(
         "what a command started goes on after it",
         "gateway/agents.py",
-        "os.killpg(process.pid, signal.SIGKILL)",
-        "process.kill()",
+        "os.killpg(group, signal.SIGKILL)",
+        "os.kill(group, signal.SIGKILL)",
         "tests/gateway/test_agents.py::TestCommands",
     ),
     Mutation(

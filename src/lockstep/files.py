@@ -6,9 +6,11 @@ Every file of a run is written by these functions. `tests/training/test_every_wr
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -129,6 +131,46 @@ def making_folder(place: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(made, ignore_errors=True)
         raise
+
+
+@contextmanager
+def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """Within the block, a new folder that only this user can open. At its end the folder is removed.
+
+    At its beginning the folders of this prefix are removed whose owners were killed: nobody holds their lock.
+
+    Args:
+        prefix: the beginning of the folder's name.
+        parent: where it is made; None: in the temporary folder of this machine.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    place = Path(tempfile.gettempdir()) if parent is None else parent
+    for left in place.glob(f"{prefix}*"):
+        with suppress(OSError):
+            _remove_dead(left)
+    made = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
+    handle = os.open(made, os.O_RDONLY)
+    try:
+        # Some file systems have no locks. There the folders of the dead stay.
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        os.close(handle)
+
+
+def _remove_dead(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The owner of an empty folder may be about to lock it.
+        if os.fstat(handle).st_uid == os.geteuid() and any(folder.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(handle)
 
 
 def free_name(wanted: Path) -> Path:

@@ -13,13 +13,13 @@ import grp
 import logging
 import os
 import pwd
-import shutil
 import stat
-import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from lockstep.errors import InputError
+from lockstep.files import temporary_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -168,8 +168,9 @@ def _our_folder(ours: Path, *, named: bool) -> Path:
             f"{_CACHES} is set, and {ours} cannot be a folder that only you can change: {why}. A library executes what it finds "
             f"there: name a folder of your own, or unset {_CACHES}"
         )
-    temporary, owner = Path(tempfile.mkdtemp(prefix="lockstep-compiled-")), os.getpid()
-    atexit.register(lambda: shutil.rmtree(temporary, ignore_errors=True) if os.getpid() == owner else None)
+    until_exit, owner = ExitStack(), os.getpid()
+    temporary = until_exit.enter_context(temporary_folder("lockstep-compiled-"))
+    atexit.register(lambda: until_exit.close() if os.getpid() == owner else None)
     _logger.warning("%s is not used: %s. Compiled code goes to %s and is not kept", ours, why, temporary)
     return temporary
 

@@ -129,7 +129,7 @@ class TestCommands:
     def test_everything_that_a_command_started_is_killed_at_its_end(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "alive")
         reader = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
-        child = f"import time; f = open({str(tmp_path / 'alive')!r}, 'w'); print('x', flush=True); time.sleep(100)"
+        child = f"import time; f = open({str(tmp_path / 'alive')!r}, 'w'); print('x', flush=True); time.sleep(1000)"
         start = (
             f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)"
         )

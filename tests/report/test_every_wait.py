@@ -50,18 +50,18 @@ SILENT = {
         gateway/web.py::_wait report/heartbeat.py::Heartbeat._run report/notebook.py::NotebookView._draw_until_end
         report/waits.py::_Waits._run rollouts/scores/guarded_call.py::_limit.watch""",
     "it lasts at most a few seconds": """
-        engines/http/call_loop.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy gateway/agents.py::_kill
+        engines/http/call_loop.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy gateway/agents.py::Agent._execute
         gateway/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop report/notebook.py::NotebookView.stop
         rollouts/driver.py::Driver._settle rollouts/programs/tools.py::ToolCalls.settled
         rollouts/programs/workers.py::_gives_way rollouts/scores/guarded_call.py::_limit
         server/supervisor.py::Supervisor._sleep sync/wire/groups/meeting.py::own_address""",
     "a process that has ended or was killed": """
         environments/verifiers.py::VerifiersAgent._start_process rollouts/programs/environment_process.py::_kill
-        server/machine.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
+        kill_at_exit.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
     "it ends at once: the lock is refused, or the store is this process": """
         server/machine.py::reserved_port sync/wire/groups/meeting.py::open_store sync/wire/slots.py::TrainerLock.__init__
         sync/wire/slots.py::is_unlocked training/run_files/lock.py::_take engines/vllm/workers/leftovers.py::owned
-        engines/vllm/workers/leftovers.py::remove_dead""",
+        engines/vllm/workers/leftovers.py::remove_dead files.py::temporary_folder files.py::_remove_dead""",
     "the engine's answer is not awaited: the next question looks for it": "server/guard.py::KeyGuard._say_health",
     "it is the work of this process": """
         engines/inbox.py::answer_all engines/tensor_specs.py::begin_specs engines/vllm/workers/own.py::OwnWorker.__init__

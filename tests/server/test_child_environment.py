@@ -19,11 +19,11 @@ from lockstep.engines.vllm.workers.environment import process_start
 from lockstep.environments.verifiers import environment
 from lockstep.errors import InputError, LockstepError
 from lockstep.gateway.agents import Agent, AgentFailed
+from lockstep.kill_at_exit import KillAtExit
 from lockstep.models.packaged import _fetch
 from lockstep.rollouts.programs.environment_process import in_process
 from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import KEY_VARIABLE, guards_key, take_key
-from lockstep.server.machine import KillAtExit
 from lockstep.tasks.math_comparison import _Worker
 
 KEY = "a-key-for-tests-only"
@@ -67,7 +67,7 @@ def fetched(python: str, folder: Path) -> None:
 
 
 def killer(python: str, folder: Path) -> None:
-    made = KillAtExit(os.getpid())
+    made = KillAtExit()
     while not (folder / "environment").exists():
         time.sleep(0.01)
     made.release()
@@ -90,6 +90,8 @@ def test_no_process_gets_the_servers_key(start: str, tmp_path: Path, monkeypatch
     spy.chmod(0o700)
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     monkeypatch.setenv("OTHER_API_KEY", "of-another-service")
+    # It is started beside the user's first process.
+    monkeypatch.setattr("lockstep.kill_at_exit._of_users_code", [KillAtExit()])
     monkeypatch.setattr(sys, "executable", str(spy))
     with suppress(InputError, LockstepError, AgentFailed):
         STARTED[start](str(spy), tmp_path)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.files import append_line, free_name, making_folder, replace_text, replacing
+from lockstep.files import append_line, free_name, making_folder, replace_text, replacing, temporary_folder
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "inside"])
@@ -95,3 +98,25 @@ def test_a_folder_is_whole_or_absent(tmp_path: Path) -> None:
 def test_a_free_name_is_free(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").symlink_to("/nowhere/at/all")
     assert free_name(tmp_path / "log.jsonl").name == "log-2.jsonl"
+
+
+def test_a_temporary_folder_ends_with_its_block_or_when_another_one_begins(tmp_path: Path) -> None:
+    (tmp_path / "work-of-somebody-else").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    killed = (
+        "import os, pathlib, sys; from lockstep.files import temporary_folder\n"
+        "with temporary_folder('work-', pathlib.Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'file').touch(); os.kill(os.getpid(), 9)"
+    )
+    ended = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob("work-*/file"))) == 1
+    with temporary_folder("work-", tmp_path) as first:
+        assert not list(tmp_path.glob("work-*/file"))
+        (first / "file").touch()
+        with temporary_folder("work-", tmp_path):
+            assert (first / "file").exists()
+        assert first.stat().st_mode & 0o777 == 0o700
+    # The owner of an empty folder may be about to take its lock.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "work-of-somebody-else"]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ from datasets import Dataset
 
 from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError, LockstepError
+from lockstep.kill_at_exit import of_users_code
 from lockstep.report.waits import waiting
 
 _PROGRAM = Path(__file__).with_name("own_process") / "verifiers_rollouts.py"
@@ -91,10 +94,10 @@ class VerifiersAgent:
         )
 
     def close(self) -> None:
-        """End the process of verifiers. Without this call it ends when the trainer's process ends."""
+        """End the process of verifiers, and all that it started. Without this call they end when the trainer's process ends."""
         with self._lock:
             if self._process is not None:
-                self._process.kill()
+                _kill(self._process)
 
     def _request(self, request: dict[str, Any]) -> Future[Any]:
         with self._lock:
@@ -111,6 +114,7 @@ class VerifiersAgent:
         return answer
 
     def _start_process(self) -> subprocess.Popen[str]:
+        killer = of_users_code()
         try:
             process = subprocess.Popen(
                 self._command,
@@ -123,7 +127,8 @@ class VerifiersAgent:
             )
         except OSError as error:
             raise InputError(f"{self._command[0]} cannot be started: {error.strerror}") from error
-        timer = threading.Timer(_TIMEOUT, process.kill)
+        killer.add(process.pid)
+        timer = threading.Timer(_TIMEOUT, _kill, [process])
         timer.daemon = True
         timer.start()
         assert process.stdout is not None
@@ -133,10 +138,11 @@ class VerifiersAgent:
         try:
             reply = json.loads(line)
         except ValueError:
-            process.kill()
             reply = {"error": f"its process printed {line!r:.80} in place of an answer"}
         if "error" in reply:
+            _kill(process)
             process.wait()
+            of_users_code().remove(process.pid)
             raise InputError(f"verifiers environment {self.__name__} cannot be loaded: {reply['error']}")
         threading.Thread(target=self._read, args=(process,), name="lockstep-verifiers", daemon=True).start()
         return process
@@ -154,12 +160,21 @@ class VerifiersAgent:
             else:
                 answer.set_result(reply["result"])
         code = process.wait()
+        # What it started may live on.
+        _kill(process)
+        of_users_code().remove(process.pid)
         with self._lock:
             unanswered, self._pending = self._pending, {}
             # The next request starts another process.
             self._process = None
         for answer in unanswered.values():
             answer.set_exception(LockstepError(f"the process of verifiers ended with code {code}"))
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill the process and everything that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def environment(name: str, *, python: str | None = None, **arguments: Any) -> VerifiersAgent:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,6 +25,7 @@ import numpy as np
 
 from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError
+from lockstep.kill_at_exit import of_users_code
 from lockstep.report.waits import waiting
 
 Reward: TypeAlias = float | None
@@ -78,24 +80,13 @@ class Agent:
         return checked_reward(found, f"agent {self.name}")
 
     async def _call(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
-        # Not as the exception of the future: a cancellation would be one of this rollout, and StopIteration is not allowed there.
-        found: Future[tuple[Any, BaseException | None]] = Future()
-
-        def work() -> None:
+        def work() -> Any:
             assert self.function is not None
-            try:
-                result: Any = self.function(base_url, api_key, dict(row))
-                if inspect.isawaitable(result):
-                    result = asyncio.run(_awaited(result))
-            except BaseException as error:  # noqa: BLE001 - raised below
-                found.set_result((None, error))
-            else:
-                found.set_result((result, None))
+            result: Any = self.function(base_url, api_key, dict(row))
+            return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
-        # A thread per rollout: an agent that blocks holds up no other agent and not the gateway.
-        threading.Thread(target=work, name="lockstep-agent", daemon=True).start()
         # Shielded: at the time limit the thread goes on, and still sets its result.
-        result, error = await asyncio.shield(asyncio.wrap_future(found))
+        result, error = await asyncio.shield(_in_thread(work))
         if error is not None:
             raise AgentFailed(f"agent {self.name} raised {type(error).__name__}: {error}") from error
         return result
@@ -105,17 +96,23 @@ class Agent:
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as errors:
             given.write(_row_as_json(row))
             given.seek(0)
+            killer = of_users_code()
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *self.command, stdin=given, stdout=said, stderr=errors, start_new_session=True,
+                # Not by asyncio: this process could be killed before asyncio says which process it has started.
+                process = subprocess.Popen(
+                    self.command, stdin=given, stdout=said, stderr=errors, start_new_session=True,
                     env=_environment(base_url, api_key),
                 )  # fmt: skip
             except OSError as error:
                 raise InputError(f"agent command {self.command[0]} cannot be started: {error.strerror}") from error
+            killer.add(process.pid)
+            ended = _in_thread(process.wait)
             try:
-                code = await process.wait()
+                code, _ = await asyncio.shield(ended)
             finally:
-                await _kill(process)
+                _kill(process.pid)
+                await asyncio.wait_for(ended, _GRACE)
+                killer.remove(process.pid)
             if code != 0:
                 tail = _end_of(errors, _SHOWN).strip() or _end_of(said, _SHOWN).strip()
                 raise AgentFailed(f"agent {self.name} ended with exit code {code}: {tail}")
@@ -143,12 +140,26 @@ async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
+def _in_thread(work: Callable[[], Any]) -> asyncio.Future[tuple[Any, BaseException | None]]:
+    """What work returns or raises, in a thread of its own: what blocks holds up no other agent and not the gateway."""
+    # Not as the exception of the future: a cancellation would be one of this rollout, and StopIteration is not allowed there.
+    found: Future[tuple[Any, BaseException | None]] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result((work(), None))
+        except BaseException as error:  # noqa: BLE001 - its caller raises it
+            found.set_result((None, error))
+
+    threading.Thread(target=run, name="lockstep-agent", daemon=True).start()
+    return asyncio.wrap_future(found)
+
+
+def _kill(group: int) -> None:
     """Kill a command and everything that it started."""
     # The group may be gone already.
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await asyncio.wait_for(process.wait(), _GRACE)
+        os.killpg(group, signal.SIGKILL)
 
 
 def _environment(base_url: str, api_key: str) -> dict[str, str]:

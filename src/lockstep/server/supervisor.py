@@ -24,10 +24,11 @@ from lockstep.engines.http.server_calls import HEALTH
 from lockstep.engines.vllm.workers.environment import SOCKETS
 from lockstep.engines.vllm.workers.leftovers import note, remove_listed
 from lockstep.errors import InputError, LockstepError
+from lockstep.kill_at_exit import KillAtExit
 from lockstep.report.waits import waiting
 from lockstep.server.guard import SILENT_LIMIT, SILENT_STATUS
 from lockstep.server.launch import BAD_ARGUMENTS
-from lockstep.server.machine import KillAtExit, has_stopped_process, processes_of
+from lockstep.server.machine import has_stopped_process, processes_of
 
 # Seconds between two looks at the server's process, between two health checks, and that one health check may take.
 _TICK = 0.25
@@ -123,12 +124,14 @@ class Supervisor:
         """Run the server once. Returns the seconds since it became healthy (None: it was never healthy), and how it ended."""
         start, healthy_since, next_check = time.monotonic(), None, 0.0
         last_healthy, running_at, failing_since = start, start, None
+        # vLLM's processes would end late or never: a server that gets SIGTERM waits for its open calls.
+        kill_at_exit = KillAtExit()
         # A new process group, so that all processes of the server can be ended; and a umask, so that only this user can open its
         # files.
         self._child = subprocess.Popen(
             self._command, env=self._environment, start_new_session=True, stdin=subprocess.DEVNULL, umask=0o077
         )
-        kill_at_exit = KillAtExit(self._child.pid)
+        kill_at_exit.add(self._child.pid)
         shown = ExitStack()
         shown.enter_context(waiting("vLLM's server to be ready", _START_LIMIT))
         try:

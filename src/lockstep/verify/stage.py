@@ -7,7 +7,6 @@ of an optimizer step, the stage changes the weights by small random amounts and 
 from __future__ import annotations
 
 import io
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -24,6 +23,7 @@ from transformers.trainer_utils import IntervalStrategy
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, Engine, Sampling
 from lockstep.errors import InputError
+from lockstep.files import temporary_folder
 from lockstep.model_files import load_files
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.logprobs.gap import GapStats, measure_gap
@@ -310,8 +310,8 @@ def open_stage(
         before = 2 * f"{_placeholder(model)} " if plain else ""
         shown = zip(prompts, _pictures(len(prompts)), strict=True)
         rows = [{"prompt": before + prompt if plain else prompt, "images": images} for prompt, images in shown]
-    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as folder:
-        config.output_dir, config.reward_weights = folder, None
+    with temporary_folder("lockstep-verify-") as folder:
+        config.output_dir, config.reward_weights = str(folder), None
         trainer = GRPOTrainer(
             model, _alternating, config, datasets.Dataset.from_list(rows), engine=engine, peft_config=peft_config
         )

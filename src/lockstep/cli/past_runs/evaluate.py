@@ -5,7 +5,6 @@ It takes the fields of `lockstep grpo`. A run prints the command for its own mod
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import lockstep
@@ -15,6 +14,7 @@ from lockstep.cli.fields.inputs import check_inputs, check_sizes
 from lockstep.cli.process.library_log import libraries_aside
 from lockstep.cli.process.loading import load_config
 from lockstep.errors import InputError
+from lockstep.files import temporary_folder
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.say import say
 
@@ -69,8 +69,8 @@ def _evaluated(arguments: AdaptedRunArguments, config: Any) -> dict[str, float]:
     rewards = [n if names_model(n) else load_reward(n, modules) for n in arguments.reward_funcs or ()]
     assert arguments.model_name_or_path is not None
     # The directory of the config may hold the run that trained the model. Nothing is written there.
-    with tempfile.TemporaryDirectory() as folder:
-        config.output_dir, config.disable_tqdm = folder, True
+    with temporary_folder("lockstep-evaluate-") as folder:
+        config.output_dir, config.disable_tqdm = str(folder), True
         with busy(f"loading {arguments.model_name_or_path}"):
             trainer = GRPOTrainer(
                 arguments.model_name_or_path,

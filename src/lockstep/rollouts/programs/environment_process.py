@@ -22,6 +22,7 @@ from typing import Any
 
 from lockstep.child_environment import for_users_code
 from lockstep.errors import LockstepError
+from lockstep.kill_at_exit import of_users_code
 from lockstep.report.waits import waiting
 
 _RUNNER = Path(__file__).with_name("environment_runner.py")
@@ -82,6 +83,7 @@ def in_process(
     given = json.dumps(dict(arguments or {}))
 
     def start() -> ProcessEnvironment:
+        killer = of_users_code()
         process = subprocess.Popen(
             [python or sys.executable, "-u", str(_RUNNER), target, given],
             stdin=subprocess.PIPE,
@@ -92,6 +94,7 @@ def in_process(
             # A group of its own: an interrupt of the run does not reach it, and it is killed with its children.
             start_new_session=True,
         )
+        killer.add(process.pid)
         late = threading.Timer(_START, _kill, [process])
         late.start()
         try:
@@ -134,6 +137,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
     """A thread that still reads from the process gets an end of file, and goes on."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    of_users_code().remove(process.pid)
     process.wait()
 
 

@@ -1,0 +1,82 @@
+"""Kills processes that this process has started when it ends, also if it is killed itself.
+
+A server's processes, agents, and environments in processes of their own could outlive this process: some wait for a call, and an
+agent may sleep. Each has a process group. A small process knows the groups, and reads from a pipe. The kernel closes the other end
+of the pipe when this process ends, and then the small process kills the groups.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+from lockstep.child_environment import for_helpers
+
+_PROGRAM = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin.buffer:
+    (groups.add if line[:1] == b"+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+class KillAtExit:
+    """The small process. It knows no group at first."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env=for_helpers(),
+            # The terminal's signals must not reach it.
+            start_new_session=True,
+        )
+
+    def add(self, group: int) -> None:
+        """Kill this process group at the end of this process.
+
+        Args:
+            group: its id, which is the id of its first process.
+        """
+        self._tell(f"+{group}\n")
+
+    def remove(self, group: int) -> None:
+        """Leave this group alone: it has ended, and its id may be used again."""
+        self._tell(f"-{group}\n")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        # Somebody may have killed the small process. What it would have done is then not done.
+        with suppress(OSError):
+            self._process.stdin.write(line.encode())
+
+    def release(self) -> None:
+        """End the small process without killing a group."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+
+
+_alone = threading.Lock()
+_of_users_code: list[KillAtExit] = []
+
+
+def of_users_code() -> KillAtExit:
+    """The small process for everything that runs the user's code. Ask for it before such a process is started."""
+    with _alone:
+        if not _of_users_code:
+            _of_users_code.append(KillAtExit())
+        return _of_users_code[0]
