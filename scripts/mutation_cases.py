@@ -608,6 +608,13 @@ MUTATIONS = [
         "tests/gateway/test_web.py::TestConnections",
     ),
     Mutation(
+        "a client that reads no answers keeps its connection",
+        "gateway/connections.py",
+        "self._unread = self.loop.call_later(HEAD_LIMIT, self._close)",
+        "pass",
+        "tests/gateway/test_web.py::TestConnections",
+    ),
+    Mutation(
         "odd messages of an agent end the run",
         "gateway/recording.py",
         'raise unreadable("messages", error) from error',
