@@ -342,9 +342,7 @@ class TestConnections:
                         if not connection.recv(4096):
                             break
 
-    def test_a_connection_whose_answers_nobody_reads_is_closed_in_time(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_connection_whose_answers_nobody_reads_is_closed_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("lockstep.gateway.connections.HEAD_LIMIT", 0.5)
         made = Gateway(RunLimits("tiny", Sampling(max_tokens=8)))
         # Small buffers are full after few answers.

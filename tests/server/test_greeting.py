@@ -333,8 +333,11 @@ def test_ctrl_c_ends_a_call_at_once() -> None:
 
 
 @pytest.mark.parametrize("logprob", ['"x"', "1" + "0" * 400, "null"])
-def test_an_audit_of_a_server_that_makes_no_sense_is_one_sentence(logprob: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = '{"data": [{"id": "m"}], "choices": [{"prompt_logprobs": [null, {"2": {"logprob": %s}}]}]}' % logprob
+def test_an_audit_of_a_server_that_makes_no_sense_is_one_sentence(
+    logprob: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = f'[{{"prompt_logprobs": [null, {{"2": {{"logprob": {logprob}}}}}]}}]'
+    answer = f'{{"data": [{{"id": "m"}}], "choices": {choices}}}'
     rollout = AuditedRollout("r", [1], [2], np.array([True]), np.array([0.0]))
 
     async def call(*_: Any, **__: Any) -> tuple[httpx.Response, bytes]:

@@ -7,7 +7,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -420,10 +420,11 @@ def test_a_checkpoint_that_could_not_be_replaced_is_there_again(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("lockstep.training.run_files.checkpoints.publish_folder", fail)
-    with pytest.raises(OSError, match="No space left"), staged_checkpoint(old) as folder:
+    with suppress(OSError), staged_checkpoint(old) as folder:
         folder.mkdir(parents=True)
         (folder / "trainer_state.json").write_text('{"global_step": 5}')
         publish(old)
+        pytest.fail("the disk is full")
     finish_replacement(tmp_path)
     assert (old / "model.safetensors").read_text() == "old"
     assert last_checkpoint(tmp_path) == old
