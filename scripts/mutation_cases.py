@@ -615,6 +615,13 @@ MUTATIONS = [
         "tests/gateway/test_web.py::TestConnections",
     ),
     Mutation(
+        "the steps of a stream decode every format",
+        "images/data_sets.py",
+        "made._ex_iterable = _with_checked(data._ex_iterable)",
+        "pass",
+        "tests/images/test_files_of_pictures.py",
+    ),
+    Mutation(
         "odd messages of an agent end the run",
         "gateway/recording.py",
         'raise unreadable("messages", error) from error',
