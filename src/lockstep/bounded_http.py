@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
@@ -59,6 +60,24 @@ async def call(
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine. Any thread may call it, also one with an event loop of its own."""
+    """The result of a coroutine. Any thread may call it, also one with an event loop of its own.
+
+    An interrupt of the thread that waits here, such as Ctrl-C, cancels the coroutine.
+    """
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def known() -> T:
+        if (task := asyncio.current_task()) is not None:
+            begun.append((asyncio.get_running_loop(), task))
+        return await work
+
     with ThreadPoolExecutor(1, thread_name_prefix="lockstep-http") as thread:
-        return thread.submit(asyncio.run, work).result()
+        result = thread.submit(asyncio.run, known())
+        try:
+            return result.result()
+        except BaseException:
+            # The end of this block waits for the thread.
+            for loop, task in begun:
+                with suppress(RuntimeError):  # The loop is closed: the coroutine itself has failed.
+                    loop.call_soon_threadsafe(task.cancel)
+            raise

@@ -342,6 +342,23 @@ class TestConnections:
                         if not connection.recv(4096):
                             break
 
+    def test_a_connection_whose_answers_nobody_reads_is_closed_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("lockstep.gateway.connections.HEAD_LIMIT", 0.5)
+        made = Gateway(RunLimits("tiny", Sampling(max_tokens=8)))
+        # Small buffers are full after few answers.
+        made._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        asked = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 1000
+        with socket.socket() as connection, suppress(OSError):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(LIMIT)
+            connection.connect(("127.0.0.1", made.port))
+            # The gateway reads no more requests than it answers. It closes the connection, which ends this.
+            for _ in range(1000):
+                connection.sendall(asked)
+            pytest.fail("all requests were taken, although no answer was read")
+        assert not made._server.server_state.connections
+        made.close()
+
     def test_a_head_without_end_is_refused(self, gateway: Gateway) -> None:
         with (
             socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT) as connection,

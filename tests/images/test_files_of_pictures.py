@@ -104,6 +104,15 @@ def stream_of(contents: list[bytes], reader: ImagePrompts) -> None:
     read_sets({"held": stream})
 
 
+def stream_with_steps_of(contents: list[bytes], reader: ImagePrompts) -> None:
+    """`map`, `filter` and `rename_column` of a stream decode the pictures of the step before."""
+    features = Features({"prompt": Value("string"), "pictures": List(ImageFeature())})
+    rows = [{"prompt": "look", "pictures": [{"bytes": content, "path": None} for content in contents]}]
+    stream = Dataset.from_list(rows, features).to_iterable_dataset()
+    steps = stream.filter(lambda row: True).rename_column("pictures", "images").map(lambda row: row)
+    read_sets({"held": steps})
+
+
 def one_image(contents: list[bytes], reader: ImagePrompts) -> None:
     given = Dataset.from_list([{"prompt": "look", "image": {"bytes": contents[0], "path": None}}])
     read_sets(given.cast_column("image", ImageFeature()))[0]["image"]
@@ -142,8 +151,8 @@ def images_of_a_function(contents: list[bytes], reader: ImagePrompts) -> None:
 
 
 WAYS: list[Callable[[list[bytes], ImagePrompts], None]] = [
-    rows_of, stream_of, one_image, parts_of_messages, raw_row, row_of_data_urls, result_of_a_tool, opened_by_a_tool,
-    call_of_an_agent, images_of_a_function,
+    rows_of, stream_of, stream_with_steps_of, one_image, parts_of_messages, raw_row, row_of_data_urls, result_of_a_tool,
+    opened_by_a_tool, call_of_an_agent, images_of_a_function,
 ]  # fmt: skip
 
 
@@ -221,7 +230,14 @@ def test_a_data_set_gives_the_same_images_with_the_decoder_of_ours() -> None:
         own = with_own_decoder(given)
         assert own is not given
         assert own.features.arrow_schema == given.features.arrow_schema
-        for known in (own, own.select(range(5)), with_own_decoder(own), own.to_iterable_dataset()):
+        mapped = given.to_iterable_dataset().map(lambda row: row)
+        for known in (
+            own,
+            own.select(range(5)),
+            with_own_decoder(own),
+            own.to_iterable_dataset(),
+            with_own_decoder(mapped),
+        ):
             for row, due in zip(known, given, strict=True):
                 found, image = row["image"], due["image"]
                 assert (found.mode, found.size, found.format) == (image.mode, image.size, image.format)
@@ -251,6 +267,13 @@ def test_a_tile_that_is_larger_than_its_picture_is_refused(decoded: list[str]) -
     with pytest.raises(InputError, match="60000 × 60000 pixels"):
         in_rgb(content)
     assert decoded == []
+
+
+@pytest.mark.parametrize("text", ["iVBORw0KGgo" * 100, "/etc/hostname/" + "a" * 300, "a\0b"])
+def test_a_text_that_is_no_path_is_refused_in_a_short_sentence(text: str) -> None:
+    with pytest.raises(InputError, match="a picture cannot be read") as refused:
+        in_rgb(text)
+    assert len(str(refused.value)) < 400
 
 
 def test_a_picture_of_the_largest_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,30 @@ def test_every_file_counts_whole_and_of_a_script_that_trains_what_the_function_u
         assert code_digest(load(TRAINS + FILE.replace(old, new) + end % (4, ""))) != before
 
 
+NAMESAKES = """
+class Judge:
+    config = 1
+
+def score(completions, args=None, **more):
+    config = [len(c) for c in completions]
+    steps = more.get("max_steps")
+    return [Judge.config for trainer in config if args is None or args.max_steps]
+"""
+
+
+@pytest.mark.parametrize("name", ["args", "config", "trainer", "steps", "max_steps"])
+def test_a_variable_of_the_function_is_not_the_global_of_that_name(load: Any, name: str) -> None:
+    before = code_digest(load(f"{TRAINS}{name} = 10\n{NAMESAKES}"))
+    assert code_digest(load(f"{TRAINS}{name} = 20\n{NAMESAKES}")) == before
+    read = f"def score(completions, **_):\n    return [{name} for _ in completions]\n"
+    before = code_digest(load(f"{TRAINS}{name} = 10\n{read}"))
+    assert code_digest(load(f"{TRAINS}{name} = 20\n{read}")) != before
+
+
+def test_texts_that_are_no_paths_are_no_fault(load: Any) -> None:
+    code_digest(load(f'{FILE}\nLONG = "{"a" * 270}.py"\n'))
+
+
 def test_a_call_does_not_change_the_digest(load: Any) -> None:
     score = load()
     before = code_digest(score)

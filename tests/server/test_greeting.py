@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
+import signal
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
+from lockstep import bounded_http
+from lockstep.audit.dumps import AuditedRollout
 from lockstep.audit.server import server_logprobs
 from lockstep.engines.http.greeting import GREETING, PROOF_HEADER, Session, make_nonce, server_proof
 from lockstep.engines.http.server_calls import HEALTH, CallLoop, ServerCalls
@@ -364,6 +370,33 @@ def test_an_answer_that_drips_ends_at_the_time_limit(
                 ServerCalls(url, key, 0.5, loop, lambda: None).call("GET", "/weight_info")
         with pytest.raises(LockstepError, match=r"did not answer within|cannot be asked"):
             server_logprobs(url, [])
+
+
+def test_ctrl_c_ends_a_call_at_once() -> None:
+    async def long() -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        await asyncio.sleep(20)
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        bounded_http.run(long())
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("logprob", ['"x"', "1" + "0" * 400, "null"])
+def test_an_audit_of_a_server_that_makes_no_sense_is_one_sentence(
+    logprob: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = f'[{{"prompt_logprobs": [null, {{"2": {{"logprob": {logprob}}}}}]}}]'
+    answer = f'{{"data": [{{"id": "m"}}], "choices": {choices}}}'
+    rollout = AuditedRollout("r", [1], [2], np.array([True]), np.array([0.0]))
+
+    async def call(*_: Any, **__: Any) -> tuple[httpx.Response, bytes]:
+        return httpx.Response(200), answer.encode()
+
+    monkeypatch.setattr(bounded_http, "call", call)
+    with pytest.raises(InputError, match="does not answer as a vLLM server does"):
+        server_logprobs("http://127.0.0.1:1", [rollout])
 
 
 @pytest.mark.parametrize("kind", ["plain", "gzip", "a head"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +408,26 @@ def test_a_checkpoint_that_is_written_again_is_there_after_a_kill_between_its_na
     finish_replacement(tmp_path)
     assert (last_checkpoint(tmp_path) / "model.safetensors").read_text() == "new"  # type: ignore[operator]
     assert len(seen) == 2
+
+
+def test_a_checkpoint_that_could_not_be_replaced_is_there_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = checkpoint(tmp_path, 5)
+    (old / "model.safetensors").write_text("old")
+
+    def fail(made: Path, place: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lockstep.training.run_files.checkpoints.publish_folder", fail)
+    with suppress(OSError), staged_checkpoint(old) as folder:
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text('{"global_step": 5}')
+        publish(old)
+        pytest.fail("the disk is full")
+    finish_replacement(tmp_path)
+    assert (old / "model.safetensors").read_text() == "old"
+    assert last_checkpoint(tmp_path) == old
 
 
 def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(

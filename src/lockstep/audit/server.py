@@ -42,11 +42,13 @@ async def _all_scored(base: str, headers: dict[str, str], rollouts: Sequence[Aud
         try:
             model = (await _asked(client, "GET", f"{base}/v1/models"))["data"][0]["id"]
             return [await _scored(client, base, model, rollout) for rollout in rollouts]
-        except (httpx.HTTPError, bounded_http.UnboundedAnswer) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, bounded_http.UnboundedAnswer) as error:
             raise LockstepError(f"{base} cannot be asked: {error}") from error
         except TimeoutError as error:
             raise LockstepError(f"{base} did not answer within {_SECONDS:.0f} s") from error
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except InputError:
+            raise
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise InputError(f"{base} does not answer as a vLLM server does; --url needs one") from error
 
 

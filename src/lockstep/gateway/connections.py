@@ -12,7 +12,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lockstep.server.machine import raise_file_limit
 
-# Seconds in which a client must send the head of a request, after its connection and after each answer.
+# Seconds in which a client must send the head of a request, after its connection and after each answer, and in which a client must
+# go on reading an answer that waits for it.
 HEAD_LIMIT = 60.0
 _MOST = 8192
 
@@ -35,7 +36,9 @@ class Idle:
 
 
 class BoundedConnection(H11Protocol):
-    """One connection. It is closed if no request comes, and to make room for a new one. h11 bounds the head of a request.
+    """One connection. It is closed if no request comes, if nobody reads its answers, and to make room for a new one.
+
+    h11 bounds the head of a request.
 
     Args:
         idle: shared by all connections of a gateway.
@@ -46,6 +49,7 @@ class BoundedConnection(H11Protocol):
         super().__init__(**given)
         self._idle = idle
         self._limit: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,7 +60,17 @@ class BoundedConnection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._is_read()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._is_read()
+        self._unread = self.loop.call_later(HEAD_LIMIT, self._close)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._is_read()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -65,7 +79,8 @@ class BoundedConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if not self._answers() and not self.transport.is_closing():
+        if not self._answers():
+            # Also if the connection is being closed: that waits for the client to read.
             self._await_request()
 
     def _answers(self) -> bool:
@@ -81,6 +96,11 @@ class BoundedConnection(H11Protocol):
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
+
+    def _is_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _close(self) -> None:
         self._stop_waiting()

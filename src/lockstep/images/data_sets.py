@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 from datasets import Dataset, Features, IterableDataset
 from datasets import Image as ImageFeature
+from datasets.iterable_dataset import _BaseExamplesIterable
 from PIL import ExifTags, Image, ImageOps
 
 from lockstep.errors import InputError
@@ -19,9 +21,11 @@ from lockstep.images.urls import is_url
 
 
 def has_pictures(data: Any) -> bool:
-    """Whether a column of a data set or a stream holds pictures, at any depth."""
-    given = data.features if isinstance(data, Dataset | IterableDataset) else None
-    return any(_own(feature) is not feature for feature in (given or {}).values())
+    """Whether a column of a data set or a stream holds pictures, at any depth, or did before the user's own steps (`map`)."""
+    given = [data.features] if isinstance(data, Dataset | IterableDataset) else []
+    if isinstance(data, IterableDataset):
+        given += _features_in(data._ex_iterable)
+    return any(_own(feature) is not feature for features in given for feature in (features or {}).values())
 
 
 def with_own_decoder(data: Any) -> Any:
@@ -30,12 +34,41 @@ def with_own_decoder(data: Any) -> Any:
     A picture that a row names by a URL stays `{"bytes": None, "path": URL}`: `image_urls` says which are fetched.
     Reading a row raises an InputError if a picture cannot be read, or if those of the row are too large together.
     """
-    features = {name: _own(feature) for name, feature in data.features.items()}
     made = copy.copy(data)
     # `cast` would write all rows anew.
     made._info = data.info.copy()
-    made._info.features = _CheckedFeatures(features)
+    # A stream after `map` does not know its columns.
+    made._info.features = None if data.features is None else _checked(data.features)
+    if isinstance(data, IterableDataset):
+        made._ex_iterable = _with_checked(data._ex_iterable)
     return made
+
+
+def _features_in(rows: _BaseExamplesIterable) -> Iterator[Features]:
+    """The columns of each step of a stream: `map`, `filter` and others decode the pictures of the step before."""
+    for value in vars(rows).values():
+        if isinstance(value, Features):
+            yield value
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, _BaseExamplesIterable):
+                yield from _features_in(inner)
+
+
+def _with_checked(rows: Any) -> Any:
+    """A copy of the steps of a stream in which each decodes with ours."""
+    if isinstance(rows, Features):
+        return _checked(rows)
+    if isinstance(rows, list):
+        return list(map(_with_checked, rows))
+    if not isinstance(rows, _BaseExamplesIterable):
+        return rows
+    made = copy.copy(rows)
+    vars(made).update({name: _with_checked(value) for name, value in vars(rows).items()})
+    return made
+
+
+def _checked(features: Features) -> _CheckedFeatures:
+    return _CheckedFeatures({name: _own(feature) for name, feature in features.items()})
 
 
 class _CheckedFeatures(Features):

@@ -9,6 +9,8 @@ functions, and `images/data_sets.py` what a data set contains.
 from __future__ import annotations
 
 import io
+import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,9 +36,8 @@ def open_header(file: File) -> ImageFile:
     Raises:
         InputError: it is no file, has a format that is not read, is damaged, or has more pixels than `LARGEST`.
     """
-    if not isinstance(file, bytes) and Path(file).exists() and not Path(file).is_file():
-        # Opening a pipe would wait for ever.
-        raise InputError(f"a picture cannot be read: {str(file)[:200]} is not a file")
+    if not isinstance(file, bytes):
+        _check_path(file)
     try:
         found = Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS)
     except Image.DecompressionBombError as error:
@@ -51,6 +52,20 @@ def open_header(file: File) -> ImageFile:
         found.close()
         raise
     return found
+
+
+def _check_path(path: str | Path) -> None:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise InputError(
+            f"a picture cannot be read: {str(path)[:200]!r} names no file that can be opened ({why}); give a path, the bytes of a "
+            "file, or base64 as data:image/png;base64,..."
+        ) from error
+    if not stat.S_ISREG(found.st_mode):
+        # Opening a pipe would wait for ever.
+        raise InputError(f"a picture cannot be read: {str(path)[:200]} is not a file")
 
 
 def in_rgb(picture: File | Image.Image) -> Image.Image:

@@ -269,8 +269,10 @@ class _Walk:
         if not isinstance(function, types.FunctionType):
             # What is wrapped may be a built-in function, which has no code in Python.
             return
-        names = {name for code in _codes(function) for name in code.co_names}
-        for name in sorted(names & function.__globals__.keys()):
+        codes = list(_codes(function))
+        names = {name for code in codes for name in code.co_names}
+        used = {str(step.argval) for code in codes for step in dis.get_instructions(code) if _is_of_globals(step)}
+        for name in sorted(used & function.__globals__.keys()):
             found = function.__globals__[name]
             if isinstance(found, types.ModuleType):
                 self._attributes_of((name,), found, names)
@@ -330,6 +332,11 @@ def _changed_by(code: types.CodeType) -> Iterator[str]:
     yield from (str(s.argval) for s in steps if s.opname in ("STORE_GLOBAL", "STORE_ATTR"))
     if any(s.opname == "STORE_SUBSCR" for s in steps) or any(map(changes_in_place, code.co_names)):
         yield from code.co_names
+
+
+def _is_of_globals(step: dis.Instruction) -> bool:
+    """Whether an instruction reads or writes a global by its name. The body of a class looks names up in several places."""
+    return "GLOBAL" in step.opname or step.opname == "LOAD_NAME"
 
 
 def _consts(code: types.CodeType) -> str:

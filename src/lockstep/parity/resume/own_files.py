@@ -11,10 +11,12 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import symtable
 import sys
 import textwrap
 import types
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -48,7 +50,8 @@ class _File:
 
     Attributes:
         digest: of its bytes.
-        statements: the innermost statements outside of functions and classes, with the names that each defines or changes.
+        statements: the innermost statements outside of functions and classes, with the names that each defines or changes, and
+            the attributes that it changes.
         places: functions, classes and lambdas by the line of their code.
         taken: of a script, the nodes that count so far.
     """
@@ -57,7 +60,7 @@ class _File:
     digest: str
     tree: ast.Module
     is_script: bool
-    statements: list[tuple[ast.stmt, set[str]]]
+    statements: list[tuple[ast.stmt, set[str], set[str]]]
     places: dict[int, list[ast.AST]]
     taken: dict[int, ast.AST] = field(default_factory=dict)
     whole: bool = False
@@ -123,8 +126,10 @@ class OwnFiles:
     def reach_named(self, texts: Iterable[str], folder: Path) -> None:
         """Take the Python files that a text names, in a folder or by their whole path."""
         for text in texts:
-            if text.endswith(".py") and len(text) < 300 and "\n" not in text and (path := folder / text).is_file():
-                self._reach(path)
+            # A text may be too long for a path, or name a folder that this user may not open.
+            with suppress(OSError):
+                if text.endswith(".py") and "\n" not in text and (path := folder / text).is_file():
+                    self._reach(path)
 
     def _reach(self, place: Path) -> _File | str | None:
         path = place.resolve()
@@ -166,14 +171,16 @@ class OwnFiles:
             if id(node) in file.taken:
                 continue
             file.taken[id(node)] = node
-            names = _identifiers(node)
+            names, used = _identifiers(node), _globals_of(node)
             file.whole |= bool(names & _LOOKUPS)
             self._follow(path, node)
             if isinstance(node, _Definition) and _changed_globals(node):
                 # Whether it is called decides what it has changed.
-                names.add(node.name)
-                waiting += [statement for statement, _ in file.statements if _calls(statement, node.name)]
-            waiting += [statement for statement, defined in file.statements if defined & names]
+                used.add(node.name)
+                waiting += [statement for statement, *_ in file.statements if _calls(statement, node.name)]
+            waiting += [
+                statement for statement, defined, attributes in file.statements if defined & used or attributes & names
+            ]
         if file.whole:
             self._follow(path, file.tree)
 
@@ -220,7 +227,7 @@ def _trains(tree: ast.Module) -> bool:
     return imported and any(name.endswith("Trainer") for name in _identifiers(tree))
 
 
-def _statements(body: Iterable[ast.stmt]) -> Iterator[tuple[ast.stmt, set[str]]]:
+def _statements(body: Iterable[ast.stmt]) -> Iterator[tuple[ast.stmt, set[str], set[str]]]:
     """The innermost statements outside of functions and classes."""
     for statement in body:
         inside = [
@@ -237,17 +244,19 @@ def _statements(body: Iterable[ast.stmt]) -> Iterator[tuple[ast.stmt, set[str]]]
         if inside:
             yield from _statements(inside)
         else:
-            yield statement, _defined(statement)
+            yield statement, *_defined(statement)
 
 
-def _defined(statement: ast.stmt) -> set[str]:
-    """The names that a statement defines, or whose values it changes."""
+def _defined(statement: ast.stmt) -> tuple[set[str], set[str]]:
+    """The names that a statement defines, or whose values it changes, and the attributes that it changes."""
     if isinstance(statement, _Definition):
-        return {statement.name, *_changed_globals(statement)}
+        return {statement.name, *_changed_globals(statement)}, set()
     if isinstance(statement, ast.Import | ast.ImportFrom):
-        return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
+        return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}, set()
     stored = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return stored | {name for name, _ in _changes(statement)}
+    changed = [_without_index(place) for place in _changed_places(statement)]
+    names = {place.id for place in changed if isinstance(place, ast.Name)}
+    return stored | names, {place.attr for place in changed if isinstance(place, ast.Attribute)}
 
 
 def _changed_globals(definition: ast.AST) -> set[str]:
@@ -291,6 +300,27 @@ def _identifiers(node: ast.AST) -> set[str]:
             found.add(inner.name.rpartition(".")[2])
         elif isinstance(inner, ast.Constant) and isinstance(inner.value, str) and inner.value.isidentifier():
             found.add(inner.value)
+    return found
+
+
+def _globals_of(node: ast.AST) -> set[str]:
+    """Names of a piece of code that stand for globals of its module, as Python itself sees it; all names if it cannot say."""
+    try:
+        scopes = [symtable.symtable(ast.unparse(node), "", "exec")]
+    except SyntaxError:
+        # It is a part of a function, and says so (`nonlocal`).
+        return _identifiers(node)
+    found: set[str] = set()
+    while scopes:
+        scope = scopes.pop()
+        kind = scope.get_type()
+        found |= {
+            name.get_name()
+            for name in scope.get_symbols()
+            # The body of a class looks a name that it assigns up among the globals before.
+            if name.is_global() or kind == "module" or (kind == "class" and name.is_referenced())
+        }
+        scopes += scope.get_children()
     return found
 
 
@@ -349,10 +379,7 @@ def _changes(code: ast.AST) -> Iterator[tuple[str, bool]]:
 
     The second value says whether it is an attribute of `self` itself.
     """
-    for place in _changed_places(code):
-        inner = place
-        while isinstance(inner, ast.Subscript):
-            inner = inner.value
+    for inner in map(_without_index, _changed_places(code)):
         if name := _last_name(inner):
             yield (
                 name,
@@ -367,6 +394,13 @@ def _changed_places(code: ast.AST) -> Iterator[ast.expr]:
             yield node
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and changes_in_place(node.func.attr):
             yield node.func.value
+
+
+def _without_index(node: ast.expr) -> ast.expr:
+    """`a.b` of `a.b[0][1]`."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node
 
 
 def _targets(node: ast.AST) -> Iterator[str]:

@@ -77,8 +77,9 @@ def staged_checkpoint(checkpoint: Path) -> Iterator[Path]:
         yield folder
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        # The receipt may name the checkpoint already. The empty folder says that it was never complete.
         with suppress(OSError):
+            finish_replacement(checkpoint.parent)
+            # The receipt may name the checkpoint already. The empty folder says that it was never complete.
             folder.mkdir(parents=True)
         raise
 
@@ -115,12 +116,16 @@ def publish(checkpoint: Path) -> None:
 
 
 def finish_replacement(output_dir: str | Path) -> None:
-    """Give a checkpoint its name that a kill has kept from replacing an earlier one."""
+    """Give a checkpoint its name that a kill or an error has kept from replacing an earlier one.
+
+    If it is not complete, the earlier one gets its name back.
+    """
     place = Path(output_dir)
     for replaced in (place / UNFINISHED).glob(f"{_REPLACED}*"):
         checkpoint = place / replaced.name.removeprefix(_REPLACED)
         if not checkpoint.exists():
-            staging_place(checkpoint).rename(checkpoint)
+            made = staging_place(checkpoint)
+            (made if _is_complete(made) else replaced).rename(checkpoint)
 
 
 def clear_unfinished(output_dir: str | Path) -> None:
