@@ -1551,16 +1551,16 @@ MUTATIONS = [
     _of(
         CHECKPOINTS,
         "what a failed save leaves",
-        "        shutil.rmtree(folder, ignore_errors=True)\n        # The receipt",
-        "        # The receipt",
+        "        shutil.rmtree(folder, ignore_errors=True)\n        with suppress(OSError):\n            finish",
+        "        with suppress(OSError):\n            finish",
     ),
     _of(CHECKPOINTS, "logs that know a lost checkpoint", "    keep_logs_of_lost(folder, step)\n", ""),
     _of(CHECKPOINTS, "an only checkpoint that lost its state", "if damaged and damaged == found:", "if False:"),
     _of(
         CHECKPOINTS,
         "a kill between the names of two checkpoints of one step",
-        "        if not checkpoint.exists():\n            staging_place",
-        "        if False:\n            staging_place",
+        "        if not checkpoint.exists():\n            made",
+        "        if False:\n            made",
     ),
     _of(
         CHECKPOINTS, "a log that the report needs and that is broken", "and any(map(_is_broken, whole)):", "and False:"

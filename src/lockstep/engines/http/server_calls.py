@@ -253,7 +253,7 @@ class ServerCalls:
 
     def begin(self, method: str, path: str, **query: str) -> Pending[Any, Any]:
         """Start the call of `ask` without waiting for it."""
-        return self._loop.start(self.ask(method, path, **query), lambda found: found)
+        return self._loop.start(self.ask(method, path, limit=None, plain=False, **query), lambda found: found)
 
     def together(self, *calls: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
         """Make independent calls at the same time. All of them have ended before the first error is raised."""
