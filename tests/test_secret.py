@@ -60,6 +60,8 @@ def none_of_them(text: str) -> bool:
         "config.yaml is not YAML: line 3: hub_token: plainsecret: x",
         "'auth': ('me', 's3cretPass')",
         "apiKey=plainsecret",
+        "PGPASSWORD=plainsecret",
+        "myapikey=plainsecret",
         "remote: ghp_1234567890abcdef",
     ],
 )

@@ -15,8 +15,8 @@ HIDDEN = "(hidden)"
 
 # Last words of names of secrets.
 _ENDS = re.compile(
-    r"passwords?|passwd|passphrase|pwd|secrets?|credentials?|authorization|auth|bearer|cookies?|jwt"
-    r"|(?:api|access|secret|private)key|(?:auth|access|api|hub|hf)token"
+    r"[a-z]*passwords?|passwd|passphrase|pwd|secrets?|credentials?|authorization|auth|bearer|cookies?|jwt"
+    r"|[a-z]*(?:api|access|secret|private)key|[a-z]*(?:auth|access|api|hub|hf)token"
 )
 # "key" is the name of many things, and a secret behind one of these words.
 _KEYS = re.compile(

@@ -134,6 +134,12 @@ def test_a_rate_that_a_callback_sets_is_where_a_plateau_goes_on(
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
+def test_a_long_warm_up_of_a_run_whose_length_its_data_decide_is_taken(tmp_path: Path) -> None:
+    lockstep.GRPOConfig(
+        output_dir=str(tmp_path), lr_scheduler_type="polynomial", warmup_steps=1000, num_train_epochs=9, bf16=False
+    )
+
+
 @pytest.mark.parametrize("name", [kind.value for kind in SchedulerType])
 def test_a_schedule_that_cannot_be_made_is_a_sentence(tmp_path: Path, name: str) -> None:
     fields: dict[str, Any] = {"output_dir": str(tmp_path), "lr_scheduler_type": name, "bf16": False}

@@ -109,8 +109,9 @@ def check_schedule(config: OnlineConfig) -> None:
         InputError: it cannot be made, or has no rate at some step.
     """
     name, given = value_of(config.lr_scheduler_type), config.lr_scheduler_kwargs
-    total = config.max_steps if config.max_steps > 0 else 1000
-    warmup = config.get_warmup_steps(total)
+    # The data decide how long the run is, if the config does not. A guess must be longer than the warm-up.
+    warmup = config.get_warmup_steps(config.max_steps if config.max_steps > 0 else 1000)
+    total = config.max_steps if config.max_steps > 0 else max(1000, 2 * warmup)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
     try:
         made = get_scheduler(name, optimizer, warmup, total, given)
