@@ -251,7 +251,7 @@ class ServerCalls:
         """Make the call of `ask`, and wait for it."""
         return self._loop.run(self.ask(method, path, body, limit=limit, plain=plain, **query))
 
-    def begin(self, method: str, path: str, **query: str) -> Pending[Any, Any]:
+    def begin(self, method: str, path: str, **query: Any) -> Pending[Any, Any]:
         """Start the call of `ask` without waiting for it."""
         return self._loop.start(self.ask(method, path, limit=None, plain=False, **query), lambda found: found)
 
