@@ -102,7 +102,10 @@ class Sweep:
     def fork(self, work: Callable[[], int], number: int, way: int) -> Ended:
         """Run a function in a fork, with its operations counted."""
         self._reset()
-        with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as out:
+        with (
+            tempfile.TemporaryFile("w+", encoding="utf-8") as said,
+            tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+        ):
             sys.stdout.flush()
             child = os.fork()
             if not child:
@@ -163,9 +166,9 @@ class Sweep:
     def fresh(self) -> None:
         shutil.rmtree(self.home)
         (self.home / "tmp").mkdir(parents=True)
-        (self.home / "r.py").write_text(REWARD)
+        (self.home / "r.py").write_text(REWARD, encoding="utf-8")
         rows = (json.dumps({"prompt": f"what is {i} + {i}"}) for i in range(8))
-        (self.home / "data.jsonl").write_text("".join(f"{row}\n" for row in rows))
+        (self.home / "data.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
 
     def from_kept(self, name: str) -> None:
         shutil.rmtree(self.home)
@@ -241,7 +244,7 @@ class Sweep:
             return "metrics.jsonl differs"
         if missing := {path.name for path in whole.iterdir()} - {path.name for path in run.iterdir()} - {".lock"}:
             return f"{sorted(missing)} are gone"
-        summaries = [json.loads((folder / "summary.json").read_text()) for folder in (whole, run)]
+        summaries = [json.loads((folder / "summary.json").read_text(encoding="utf-8")) for folder in (whole, run)]
         for name in ("eval_reward_before", "eval_reward_after", "steps"):
             if summaries[0][name] != summaries[1][name]:
                 return f"{name} of the summary differs"
@@ -269,7 +272,7 @@ class Sweep:
             "HOME": str(self.home), "XDG_CACHE_HOME": str(self.home / "cache"), "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         words = [sys.executable, "-m", "lockstep.cli.main", "serve", str(self.model), "--port", str(port)]
-        with tempfile.TemporaryFile("w+") as said:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
             server = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
                 env={**os.environ, **settings}, start_new_session=True,
@@ -299,7 +302,7 @@ class Sweep:
 
 def curve(run: Path) -> list[dict[str, Any]]:
     """The metrics without the seconds."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{name: value for name, value in line.items() if not name.startswith(_CLOCK)} for line in lines]
 
 
@@ -375,7 +378,7 @@ def import_all(work: Sweep) -> None:
     import transformers.trainer
 
     import lockstep
-    import lockstep.training.run
+    import lockstep.training.run  # noqa: F401  for its modules
 
     torch.set_num_threads(1)
     _ = datasets, peft, transformers.trainer, lockstep.GRPOTrainer, lockstep.GRPOConfig

@@ -3514,4 +3514,11 @@ MUTATIONS = [
         "not isinstance",
         "tests/training/test_checkpoints_and_directory.py::test_whatever_a_library_raises_on_a_full_disk_is_one_line",
     ),
+    Mutation(
+        "a locale of ASCII: the file of the fields is read as UTF-8",
+        "cli/fields/description.py",
+        'FIELDS_FILE.read_text(encoding="utf-8")',
+        "FIELDS_FILE.read_text()",
+        "tests/test_every_encoding.py",
+    ),
 ]

@@ -58,7 +58,7 @@ def write_key(path: Path, key: str) -> None:
     staging = path.with_suffix(f".{os.getpid()}")
     staging.unlink(missing_ok=True)
     handle = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "w") as file:
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.write(key + "\n")
     staging.replace(path)
 

@@ -361,7 +361,7 @@ def urls_of_file(name: str, file: str) -> list[str]:
         InputError: the file cannot be read, names no server, or has a line that is not a URL.
     """
     try:
-        lines = Path(file).expanduser().read_text().splitlines()
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{name}={file!r} cannot be read ({error}); it must be a text file with one base URL per line"

@@ -138,7 +138,7 @@ def _is_finished(folder: Path) -> bool:
     if not path.exists():
         return False
     try:
-        if isinstance(json.loads(path.read_text()), dict):
+        if isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
             return True
     except (OSError, ValueError):
         pass
@@ -176,7 +176,7 @@ def _lengthen(folder: Path, earlier: dict[str, Any], settings: dict[str, Any], s
 
 def _settings_in(folder: Path) -> dict[str, Any]:
     try:
-        found = without_secrets(json.loads((folder / SETTINGS).read_text()))
+        found = without_secrets(json.loads((folder / SETTINGS).read_text(encoding="utf-8")))
         if not isinstance(found, dict):
             raise ValueError("it holds no fields")
     except (OSError, ValueError) as error:
