@@ -3521,4 +3521,11 @@ MUTATIONS = [
         "FIELDS_FILE.read_text()",
         "tests/test_every_encoding.py",
     ),
+    Mutation(
+        "a user without a home gets one for the run",
+        "private_caches.py",
+        "    os.environ.update(missing_home(os.environ))\n",
+        "",
+        "tests/cli/test_homes.py::test_a_user_without_a_home_gets_one_for_the_run",
+    ),
 ]

@@ -8,18 +8,16 @@ variable, and child processes, such as a server's, inherit the variables.
 
 from __future__ import annotations
 
-import atexit
 import grp
 import logging
 import os
 import pwd
-import shutil
 import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.errors import InputError
+from lockstep.homes import missing_home, temporary_folder
 
 _logger = logging.getLogger(__name__)
 
@@ -48,11 +46,12 @@ _MOST_LINKS = 40
 
 
 def use_private_caches() -> None:
-    """Set the variables of this process and of its children.
+    """Set the variables of this process and of its children, after those that a user without a home needs.
 
     Raises:
         InputError: as in `private_caches`.
     """
+    os.environ.update(missing_home(os.environ))
     os.environ.update(private_caches(os.environ))
 
 
@@ -168,8 +167,7 @@ def _our_folder(ours: Path, *, named: bool) -> Path:
             f"{_CACHES} is set, and {ours} cannot be a folder that only you can change: {why}. A library executes what it finds "
             f"there: name a folder of your own, or unset {_CACHES}"
         )
-    temporary, owner = Path(tempfile.mkdtemp(prefix="lockstep-compiled-")), os.getpid()
-    atexit.register(lambda: shutil.rmtree(temporary, ignore_errors=True) if os.getpid() == owner else None)
+    temporary = temporary_folder("lockstep-compiled-")
     _logger.warning("%s is not used: %s. Compiled code goes to %s and is not kept", ours, why, temporary)
     return temporary
 

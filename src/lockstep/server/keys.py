@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from lockstep import child_environment
 from lockstep.engines.http.server_calls import is_local
 from lockstep.errors import InputError
+from lockstep.homes import expanded
 from lockstep.models.packaged import cache_dir
 
 KEY_VARIABLE = child_environment.KEY_VARIABLE
@@ -108,7 +109,7 @@ def key_for(url: str, key_file: str | None) -> str | None:
         InputError: `key_file` cannot be used.
     """
     if key_file is not None:
-        return read_key(Path(key_file).expanduser())
+        return read_key(expanded(key_file))
     if given := os.environ.get(KEY_VARIABLE):
         return checked_key(given, KEY_VARIABLE)
     address = urlsplit(url)
