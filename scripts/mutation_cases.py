@@ -3528,4 +3528,20 @@ MUTATIONS = [
         "",
         "tests/cli/test_homes.py::test_a_user_without_a_home_gets_one_for_the_run",
     ),
+    Mutation(
+        "1e-7 in the mapping of a field of a config file is a number",
+        "cli/fields/config_file.py",
+        "                    _read_numbers(value)\n        return node",
+        "                    pass\n        return node",
+        "tests/input/test_bad_config_files.py::"
+        "test_a_number_with_an_exponent_is_a_number_in_the_mapping_of_a_field",
+    ),
+    Mutation(
+        "an optimizer that cannot be made is refused before a model is loaded",
+        "training/config/online_config.py",
+        "        check_optimizer(self)\n",
+        "",
+        "tests/parity/step/test_schedules.py::"
+        "test_an_optimizer_that_cannot_be_made_is_refused_before_a_model_is_loaded",
+    ),
 ]

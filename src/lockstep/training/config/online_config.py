@@ -29,6 +29,7 @@ from lockstep.training.config.contradictions import (
     BY_METRIC,
     check_best_model,
     check_corrections,
+    check_optimizer,
     check_quantised_sampling,
     check_schedule,
     check_staleness,
@@ -272,6 +273,7 @@ class OnlineConfig(
         check_staleness(self)
         check_quantised_sampling(self)
         check_best_model(self)
+        check_optimizer(self)
         complete_schedule(self)
         check_schedule(self)
 
