@@ -3544,4 +3544,11 @@ MUTATIONS = [
         "tests/parity/step/test_schedules.py::"
         "test_an_optimizer_that_cannot_be_made_is_refused_before_a_model_is_loaded",
     ),
+    Mutation(
+        "what a launcher asks for beside the config is taken or refused",
+        "training/config/online_config.py",
+        "        take_launcher(self, os.environ)\n",
+        "",
+        "tests/training/test_launcher.py",
+    ),
 ]

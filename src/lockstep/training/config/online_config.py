@@ -45,6 +45,7 @@ from lockstep.training.config.fields.logs import LogFields
 from lockstep.training.config.fields.servers import ServerFields
 from lockstep.training.config.fields.tools import ToolFields
 from lockstep.training.config.fields.trl import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
+from lockstep.training.config.launcher import take_launcher
 from lockstep.training.config.precision import has_fast_bf16
 
 _logger = logging.getLogger(__name__)
@@ -238,6 +239,7 @@ class OnlineConfig(
         if by_metric and self.metric_for_best_model is None:  # type: ignore[has-type]
             # transformers would take the evaluation's loss. The loss of a policy on what it has just sampled says little.
             self.metric_for_best_model = "reward"
+        take_launcher(self, os.environ)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_fast_bf16()
         if not torch.cuda.is_available():
