@@ -3533,8 +3533,7 @@ MUTATIONS = [
         "cli/fields/config_file.py",
         "                    _read_numbers(value)\n        return node",
         "                    pass\n        return node",
-        "tests/input/test_bad_config_files.py::"
-        "test_a_number_with_an_exponent_is_a_number_in_the_mapping_of_a_field",
+        "tests/input/test_bad_config_files.py::test_a_number_with_an_exponent_is_a_number_in_the_mapping_of_a_field",
     ),
     Mutation(
         "an optimizer that cannot be made is refused before a model is loaded",
