@@ -41,12 +41,12 @@ def cell(verdict: dict[str, Any]) -> str:
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__)
     words.add_argument("file", type=Path)
-    verdicts = json.loads(words.parse_args().file.read_text())["faults"]
-    before, _, rest = PAGE.read_text().partition(BEGIN)
+    verdicts = json.loads(words.parse_args().file.read_text(encoding="utf-8"))["faults"]
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise SystemExit(f"{PAGE} has no marks for the table")
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(verdicts)}\n\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(verdicts)}\n\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

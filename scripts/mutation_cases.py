@@ -3555,4 +3555,40 @@ MUTATIONS = [
         "not isinstance",
         "tests/training/test_checkpoints_and_directory.py::test_whatever_a_library_raises_on_a_full_disk_is_one_line",
     ),
+    Mutation(
+        "a locale of ASCII: the file of the fields is read as UTF-8",
+        "cli/fields/description.py",
+        'FIELDS_FILE.read_text(encoding="utf-8")',
+        "FIELDS_FILE.read_text()",
+        "tests/test_every_encoding.py",
+    ),
+    Mutation(
+        "a user without a home gets one for the run",
+        "private_caches.py",
+        "    os.environ.update(missing_home(os.environ))\n",
+        "",
+        "tests/cli/test_homes.py::test_a_user_without_a_home_gets_one_for_the_run",
+    ),
+    Mutation(
+        "1e-7 in the mapping of a field of a config file is a number",
+        "cli/fields/config_file.py",
+        "                    _read_numbers(value)\n        return node",
+        "                    pass\n        return node",
+        "tests/input/test_bad_config_files.py::test_a_number_with_an_exponent_is_a_number_in_the_mapping_of_a_field",
+    ),
+    Mutation(
+        "an optimizer that cannot be made is refused before a model is loaded",
+        "training/config/online_config.py",
+        "        check_optimizer(self)\n",
+        "",
+        "tests/parity/step/test_schedules.py::"
+        "test_an_optimizer_that_cannot_be_made_is_refused_before_a_model_is_loaded",
+    ),
+    Mutation(
+        "what a launcher asks for beside the config is taken or refused",
+        "training/config/online_config.py",
+        "        take_launcher(self, os.environ)\n",
+        "",
+        "tests/training/test_launcher.py",
+    ),
 ]

@@ -44,7 +44,7 @@ def mutated(mutation: Mutation) -> str:
         ValueError: the text to replace is not in the file exactly once.
     """
     file = ROOT / "src" / "lockstep" / mutation.file
-    text = file.read_text() if file.exists() else ""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
     if (found := text.count(mutation.old)) != 1:
         raise ValueError(f"{mutation.file} holds {mutation.old!r} {found} times instead of once: mend the case")
     return text.replace(mutation.old, mutation.new)
@@ -56,7 +56,7 @@ def misfits(cases: list[Mutation]) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
         for number, case in enumerate(cases):
             try:
-                (Path(folder) / f"{number}.py").write_text(mutated(case))
+                (Path(folder) / f"{number}.py").write_text(mutated(case), encoding="utf-8")
             except ValueError as error:
                 wrong.append(str(error))
             files = [test.partition("::")[0] for test in case.tests.split()]
@@ -71,7 +71,9 @@ def undefined_names(folder: Path, cases: list[Mutation]) -> list[str]:
         folder: has the text of each fault in `NUMBER.py`, where NUMBER is its index in `cases`.
     """
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "--output-format", "json"]
-    found = json.loads(subprocess.run([*ruff, str(folder)], capture_output=True, text=True, timeout=60).stdout)
+    found = json.loads(
+        subprocess.run([*ruff, str(folder)], capture_output=True, text=True, encoding="utf-8", timeout=60).stdout
+    )
     return [f"{cases[int(Path(f['filename']).stem)].file}: {f['message']}, which a mutation put in" for f in found]
 
 
@@ -84,7 +86,7 @@ def copy_of_source(folder: Path, mutation: Mutation | None = None) -> Path:
     source = folder / "src"
     shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     if mutation is not None:
-        (source / "lockstep" / mutation.file).write_text(mutated(mutation))
+        (source / "lockstep" / mutation.file).write_text(mutated(mutation), encoding="utf-8")
     return source
 
 
@@ -126,7 +128,7 @@ def tried(mutation: Mutation) -> tuple[str, float]:
         source = copy_of_source(Path(folder), mutation)
         log = Path(folder) / "log"
         code = run_tests(source, mutation.tests.split(), log)
-        said = log.read_text()[-2000:]
+        said = log.read_text(encoding="utf-8")[-2000:]
     verdict = {PASSED: "SURVIVED", FAILED: "caught"}.get(code, f"no verdict (exit code {code}):\n{said}")
     return verdict, time.monotonic() - start
 
@@ -137,7 +139,7 @@ def check_unbroken(cases: list[Mutation]) -> None:
     with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
         log = Path(folder) / "log"
         if (code := run_tests(copy_of_source(Path(folder)), tests, log)) != PASSED:
-            sys.exit(f"without a fault the tests end with exit code {code}:\n{log.read_text()[-3000:]}")
+            sys.exit(f"without a fault the tests end with exit code {code}:\n{log.read_text(encoding='utf-8')[-3000:]}")
 
 
 def import_libraries() -> None:

@@ -214,7 +214,7 @@ def main() -> int:
     asked = parser.parse_args()
     reuse, limit = asked.reuse or asked.short, SHORT_ANSWER if asked.short else ANSWER
     settings = SHORT_SETTINGS if asked.short else {}
-    pages = {folder: (ROOT / page).read_text() for folder, page in PAGES.items()}
+    pages = {folder: (ROOT / page).read_text(encoding="utf-8") for folder, page in PAGES.items()}
     typed, left_out = steps(pages, short=asked.short)
     left_out += [step.line for step in typed if asked.only not in step.line]
     typed = [step for step in typed if asked.only in step.line]
@@ -228,8 +228,8 @@ def main() -> int:
         for name, text in pages.items():
             (home / name).mkdir()
             for file, content in files_of(text).items():
-                (home / name / file).write_text(content)
-            (home / name / "data.jsonl").write_text(data_of(pages["first_task"]))
+                (home / name / file).write_text(content, encoding="utf-8")
+            (home / name / "data.jsonl").write_text(data_of(pages["first_task"]), encoding="utf-8")
         if asked.short:
             make_tiny(home / "tiny")
         settings = {**settings, "PATH": f"{made / 'bin'}:{os.environ['PATH']}"}
@@ -284,18 +284,20 @@ def install(home: Path, extra: str, *, reuse: bool) -> Path:
         subprocess.run([*own, str(wheel)], check=True)
         site = next((made / "lib").glob("python*")) / "site-packages"
         # A line of a .pth file adds a folder at the end of the path, without the .pth files in it: so not this clone's source.
-        (site / "heavy_packages.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+        (site / "heavy_packages.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
     else:
         subprocess.run([python, "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]"], check=True)
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     where = [python, "-c", "import lockstep; print(lockstep.__file__)"]
-    place = subprocess.run(where, check=True, capture_output=True, text=True, env=clean, cwd=home).stdout
+    place = subprocess.run(
+        where, check=True, capture_output=True, text=True, encoding="utf-8", env=clean, cwd=home
+    ).stdout
     if not place.startswith(str(made)):
         raise RuntimeError(f"the new environment imports lockstep from {place.strip()}, not from the wheel")
     if reuse:
         # `make` takes this environment for the clone's own, and makes none.
         (copy / ".venv").symlink_to(made)
-        (made / ".made").write_text(wanted())
+        (made / ".made").write_text(wanted(), encoding="utf-8")
     return made
 
 

@@ -88,7 +88,7 @@ class Part:
 def run_program(command: Sequence[object], until: float, log: Path, root: Path = ROOT) -> int | None:
     """Run a program with one thread. Returns its exit code; None: its time was over, and it was killed with its children."""
     settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": "ERROR"}
-    with log.open("w") as output:
+    with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             [str(word) for word in command],
             cwd=root,
@@ -108,7 +108,9 @@ def run_program(command: Sequence[object], until: float, log: Path, root: Path =
 
 def show_end(title: str, log: Path) -> None:
     """Print the last lines of a program that failed."""
-    print(f"---- {title}", *log.read_text(errors="replace").splitlines()[-SHOWN:], sep="\n", flush=True)
+    print(
+        f"---- {title}", *log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN:], sep="\n", flush=True
+    )
 
 
 # ---- the parts ----------------------------------------------------------------------------------------------------------
@@ -133,7 +135,7 @@ def self_tests(seed: int, until: float, words: Sequence[object] = (PYTHON.parent
             if not file.exists():
                 said = "NOT ENDED in its time" if code is None else f"NO VERDICTS, exit code {code}"
                 return Result(name, 0, 0, seconds, said=said)
-            found = json.loads(file.read_text())
+            found = json.loads(file.read_text(encoding="utf-8"))
         injected, errors = found["injected"], found["errors"]
         faults = sum(verdict["id"] != "-" for verdict in found["faults"])
         failed = injected - found["caught"] + errors
@@ -162,7 +164,7 @@ def release_tests(seed: int, until: float, root: Path = ROOT) -> list[Result]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "collected"
         code = run_program([*pytest, "--collect-only", "-q", "tests"], until, log, root)
-        per_file = Counter(re.findall(r"^(tests/\S+?\.py)::", log.read_text(), re.M))
+        per_file = Counter(re.findall(r"^(tests/\S+?\.py)::", log.read_text(encoding="utf-8"), re.M))
         if code != 0 or not per_file:
             show_end(f"release tests: nothing was collected, exit code {code}", log)
             return [Result("release tests", 0, 0, time.monotonic() - start)]
@@ -218,7 +220,7 @@ def _cases(name: str, script: str, judged: str, seed: int, until: float, more: S
         # The cases that have begun may end.
         seconds = max((until - start) * 0.8, 1.0)
         code = run_program([PYTHON, script, "--seed", seed, "--seconds", f"{seconds:.0f}", *more], until, log)
-        said = re.search(rf"^(\d+) of (\d+) {judged}, of (\d+) cases", log.read_text(), re.M)
+        said = re.search(rf"^(\d+) of (\d+) {judged}, of (\d+) cases", log.read_text(encoding="utf-8"), re.M)
         if code or said is None:
             show_end(f"{name}: exit code {code}", log)
         if said is None:

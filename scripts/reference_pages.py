@@ -51,9 +51,9 @@ measurements, and [known faults](faults.md) has the faults that the proofs must 
 def pages() -> dict[Path, str]:
     """The text of each page that this script writes."""
     return {
-        REFERENCE / "fields.md": fields_page(json.loads(FIELDS_FILE.read_text())),
-        REFERENCE / "proofs.md": proofs_page(PROOF_PAGE.read_text()),
-        REFERENCE / "faults.md": faults_page((REFERENCE / "faults.md").read_text()),
+        REFERENCE / "fields.md": fields_page(json.loads(FIELDS_FILE.read_text(encoding="utf-8"))),
+        REFERENCE / "proofs.md": proofs_page(PROOF_PAGE.read_text(encoding="utf-8")),
+        REFERENCE / "faults.md": faults_page((REFERENCE / "faults.md").read_text(encoding="utf-8")),
     }
 
 
@@ -147,4 +147,4 @@ def injected() -> list[tuple[str, str]]:
 
 if __name__ == "__main__":
     for path, text in pages().items():
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")

@@ -41,7 +41,11 @@ def loads(text: str) -> list[str]:
 def main(site: Path) -> int:
     """Check every page of a site; prints what is wrong."""
     pages = sorted(site.rglob("*.html"))
-    wrong = [f"{page.relative_to(site)} loads {address}" for page in pages for address in loads(page.read_text())]
+    wrong = [
+        f"{page.relative_to(site)} loads {address}"
+        for page in pages
+        for address in loads(page.read_text(encoding="utf-8"))
+    ]
     print("\n".join(wrong) or f"{len(pages)} pages, which load nothing from other hosts")
     return 1 if wrong or not pages else 0
 

@@ -93,14 +93,14 @@ def main() -> None:
             if who == "lockstep" or not asked.trl_column
         }
     if asked.trl_column:
-        known = json.loads(asked.trl_column.read_text())["trl"]
+        known = json.loads(asked.trl_column.read_text(encoding="utf-8"))["trl"]
         columns["trl"] = {name: Outcome(*given) for name, given in known.items() if name in columns["lockstep"]}
     if asked.write:
         plain = {
             who: {name: (given.outcome, given.reason, given.private, given.models) for name, given in column.items()}
             for who, column in columns.items()
         }
-        asked.write.write_text(json.dumps(plain, indent=1) + "\n")
+        asked.write.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     failures = [show(trainer, file, columns["trl"], columns["lockstep"]) for trainer, file in TRAINERS.items()]
     sys.exit(int(any(failures)))
 
@@ -109,7 +109,9 @@ def prepare(folder: Path, checkout: Path, files: list[str]) -> None:
     """Make the models, copy the tests, and say what is measured."""
     from trl_stand_ins.hub import build_data, build_hub
 
-    commit = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, encoding="utf-8", check=False
+    )
     print(f"tests: {checkout} at commit {commit.stdout.strip() or 'unknown (no git repository)'}")
     copy_tests(checkout, folder / "checkout")
     if (folder / "hub-home").exists():
@@ -158,16 +160,16 @@ def run(who: str, asked: argparse.Namespace, files: list[str], folder: Path) -> 
     command = [sys.executable, "-m", "pytest", "-p", "trl_stand_ins.plugin", "-q", "--tb=short", "--no-header"]
     command += ["-p", "no:cacheprovider", "--rootdir", ".", *(["-k", asked.chosen] if asked.chosen else []), *files]
     log = folder / f"{who}.log"
-    with log.open("w") as out:
+    with log.open("w", encoding="utf-8") as out:
         subprocess.run(
             command, cwd=folder / "checkout", env=environment, stdout=out, stderr=subprocess.STDOUT, check=False
         )
-    for line in log.read_text().splitlines():
+    for line in log.read_text(encoding="utf-8").splitlines():
         if line.startswith("measured: "):
             print(f"{who}: {line.removeprefix('measured: ')}")
-    written = json.loads(results.read_text()) if results.exists() else {}
+    written = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
     if not written:
-        sys.exit(f"pytest ran no test for {who}:\n{log.read_text()[-3000:]}")
+        sys.exit(f"pytest ran no test for {who}:\n{log.read_text(encoding='utf-8')[-3000:]}")
     return {name: Outcome(*given) for name, given in written.items()}
 
 

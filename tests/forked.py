@@ -85,7 +85,7 @@ def finish(
     Raises:
         subprocess.TimeoutExpired: it did not end in time; it was killed.
     """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as out, tempfile.TemporaryFile("w+", encoding="utf-8") as err:
         program = Program(words, stdout=out, stderr=err, env=env)
         try:
             code = program.wait(timeout)

@@ -114,7 +114,7 @@ def can_make_hosts() -> bool:
 def enter(name: str) -> None:
     """Put this thread, and what it starts, into a namespace that `ip netns` has made. The host gets the namespace's name."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/run/netns", name).open() as namespace:
+    with Path("/run/netns", name).open(encoding="utf-8") as namespace:
         if libc.setns(namespace.fileno(), _NETWORK) or libc.unshare(_NAMES):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number), name)

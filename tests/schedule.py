@@ -31,7 +31,7 @@ def file_of(nodeid: str) -> str:
 
 
 def names_long_tests(path: Path) -> bool:
-    return "mark.long" in path.read_text()
+    return "mark.long" in path.read_text(encoding="utf-8")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -56,7 +56,7 @@ class Server:
         found = {}
         for pid in descendants(self.supervisor.pid):
             with suppress(OSError):
-                command = Path(f"/proc/{pid}/cmdline").read_text()
+                command = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
                 role = {"server.launch": "api", "VLLM::EngineCore": "core", "VLLM::Worker": "worker"}
                 found |= {name: pid for mark, name in role.items() if mark in command}
         return found

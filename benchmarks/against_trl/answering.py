@@ -38,8 +38,9 @@ class AnsweringProcess:
             [sys.executable, "-m", *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log.open("w"),
+            stderr=log.open("w", encoding="utf-8"),
             text=True,
+            encoding="utf-8",
             cwd=cwd,
             env=finding_this(env),
         )
@@ -65,5 +66,7 @@ class AnsweringProcess:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{' '.join(map(str, self._process.args))} ended:\n{self._log.read_text()[-3000:]}")
+            raise SystemExit(
+                f"{' '.join(map(str, self._process.args))} ended:\n{self._log.read_text(encoding='utf-8')[-3000:]}"
+            )
         return json.loads(line)

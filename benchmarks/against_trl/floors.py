@@ -75,7 +75,7 @@ def _best(work: Callable[[], object]) -> float:
 
 def cpu_name() -> str:
     """The name of the processor as Linux gives it, or else as Python gives it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 

@@ -36,7 +36,7 @@ def main() -> None:
     words.add_argument("--record", type=Path, help="keep the rollouts of the first step (lockstep)")
     asked = words.parse_args()
     # The output of libraries must not be mixed with the answers.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from benchmarks.against_trl.workloads import workload
 
@@ -103,12 +103,12 @@ class Timer:
 
 def forget_peak() -> None:
     """Start the count of this process's peak memory anew (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def memory() -> dict[str, int]:
     """What this process holds now, in bytes, in all and in huge pages; and its page faults since its start (Linux)."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
     held = {
         name: int(line.split()[1]) * 1024 for line in lines if (name := line.split(":")[0]) in ("Rss", "AnonHugePages")
     }
@@ -118,7 +118,9 @@ def memory() -> dict[str, int]:
 
 def peak_bytes() -> int:
     """Most memory that this process has had resident since `forget_peak`."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 

@@ -62,8 +62,8 @@ def main() -> None:
             figures = found["figures"][title] = figures_of(part, dtype, steps, found["machine"])
             show(title, part, figures, found["machine"])
             if part == "growth":
-                (asked.folder / f"growth-{dtype}.svg").write_text(drawing(steps))
-            (asked.folder / "step.json").write_text(json.dumps(found, indent=1) + "\n")
+                (asked.folder / f"growth-{dtype}.svg").write_text(drawing(steps), encoding="utf-8")
+            (asked.folder / "step.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def model_of(part: str, folder: Path) -> str:

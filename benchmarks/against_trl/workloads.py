@@ -176,9 +176,9 @@ class Recorded:
 
 def write_rollouts(path: Path, rollouts: list[Recorded]) -> None:
     """Write rollouts to a file for the programs."""
-    path.write_text(json.dumps([asdict(rollout) for rollout in rollouts]))
+    path.write_text(json.dumps([asdict(rollout) for rollout in rollouts]), encoding="utf-8")
 
 
 def read_rollouts(path: Path) -> list[Recorded]:
     """Read the rollouts from the file."""
-    return [Recorded(**found) for found in json.loads(path.read_text())]
+    return [Recorded(**found) for found in json.loads(path.read_text(encoding="utf-8"))]

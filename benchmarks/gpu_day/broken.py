@@ -83,6 +83,7 @@ def interfaces(sizes: Sizes) -> Iterator[Row]:
             ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
             capture_output=True,
             text=True,
+            encoding="utf-8",
             check=False,
         )
         yield {"what": "nvidia-smi", "is": found.stdout.strip()}
@@ -217,7 +218,7 @@ def faults(sizes: Sizes, number: int) -> Iterator[Row]:
         path, table, row = _model(Path(folder)), Path(folder) / "table.json", Row(dtype=dtype)
         with told(row):
             code = _verify(path, dtype, table, "--self-test")
-            found = json.loads(table.read_text())
+            found = json.loads(table.read_text(encoding="utf-8"))
             row |= {"injected": found["injected"], "caught": found["caught"], "exit code": code, "passed": code == 0}
     yield row
     for fault in [] if "failed" in row else found["faults"]:
@@ -237,7 +238,7 @@ def _verified(same: Row, model: str, *words: str) -> Iterator[Row]:
         with told(row):
             row |= {"proof": "exit code", "figure": _verify(model, same["dtype"], table, *words)}
         if table.exists():
-            for found in json.loads(table.read_text())["rows"]:
+            for found in json.loads(table.read_text(encoding="utf-8"))["rows"]:
                 yield {**same, **{name: value for name, value in found.items() if name != "failed"}}
         yield row if "failed" in row else {**row, "passed": row["figure"] == 0}
 
@@ -364,10 +365,10 @@ if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
 from benchmarks.gpu_day import broken
 print("FOUND", broken._train(Path({folder!r}), "GRPO", {{**broken._GROUPS, "max_steps": 2, "fsdp": True}}))
 """
-        (Path(folder) / "program.py").write_text(program)
+        (Path(folder) / "program.py").write_text(program, encoding="utf-8")
         # The flag of a machine without a GPU is torchrun's own: gloo.
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", f"{folder}/program.py"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=150, check=False)
         print(ended.stdout[-3000:], ended.stderr[-6000:], flush=True)
         kept = [line for line in ended.stdout.splitlines() if line.startswith("FOUND")]
         row |= {"is": kept[0] if kept else f"exit code {ended.returncode}", "passed": bool(kept)}
@@ -417,7 +418,7 @@ def suite(sizes: Sizes) -> Iterator[Row]:
         command += ["-m", "not vllm and not long and not release", "--timeout", "90", "--dist", "loadfile"]
         command += ["-n", "11" if full else "0", "--tb", "short", "-o", "addopts=", *folders]
         environment = {**os.environ, "GPU_DAY_FAILURES": str(results), "OMP_NUM_THREADS": "1"}
-        with (Path(folder) / "log").open("w") as log:
+        with (Path(folder) / "log").open("w", encoding="utf-8") as log:
             try:
                 limit = _SUITE_SECONDS if full else 500
                 code: Any = subprocess.run(
@@ -425,8 +426,10 @@ def suite(sizes: Sizes) -> Iterator[Row]:
                 ).returncode
             except subprocess.TimeoutExpired:
                 code = "stopped at its limit"
-        print((Path(folder) / "log").read_text()[-3000:], flush=True)
-        rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        print((Path(folder) / "log").read_text(encoding="utf-8")[-3000:], flush=True)
+        rows = (
+            [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
+        )
         yield {"what": "exit", "is": str(code)}
         counted = Counter(row["outcome"] for row in rows)
         yield {"what": "tests", "is": ", ".join(f"{count} {name}" for name, count in counted.most_common())}

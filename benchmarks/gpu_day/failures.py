@@ -24,7 +24,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
             "is": f"{type(error).__name__}: {str(error)[:300]}",
             "frames": " < ".join(_short(f) for f in frames[:-4:-1]),
         }
-    with open(os.environ["GPU_DAY_FAILURES"], "a") as file:
+    with open(os.environ["GPU_DAY_FAILURES"], "a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 

@@ -373,6 +373,6 @@ def verify(sizes: Sizes) -> Iterator[Row]:
             table = Path(folder) / f"{dtype}.json"
             arguments = ["--model", model, "--engine", "transformers", "--dtype", dtype, "--json", str(table)]
             code = run([*arguments, "--vllm_max_model_length", "512"])
-            for found in json.loads(table.read_text())["rows"]:
+            for found in json.loads(table.read_text(encoding="utf-8"))["rows"]:
                 yield {"dtype": dtype, **found}
             yield {"dtype": dtype, "proof": "exit code", "figure": code, "passed": code == 0}

@@ -237,8 +237,10 @@ def run_apart(name: str, folder: Path, site: str, end: float, *, rehearse: bool)
         write(folder, name, {"status": status, "part seconds": time.monotonic() - start})
     with _WRITING:
         found = read(folder)
-        (folder / "gpu_day.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
-        (folder / "gpu_day.md").write_text("\n".join(table(own, found[own]) for own in PARTS if own in found))
+        (folder / "gpu_day.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / "gpu_day.md").write_text(
+            "\n".join(table(own, found[own]) for own in PARTS if own in found), encoding="utf-8"
+        )
         print(table(name, found[name]), flush=True)
     return found[name]["status"] == "done" and not any(is_failure(row) for row in found[name]["rows"])
 
@@ -256,7 +258,7 @@ def _outcome(command: Sequence[str], log: Path, environment: Mapping[str, str], 
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(part.pid, signal.SIGKILL)
             part.wait()
-    said = log.read_text(errors="replace").strip().splitlines()
+    said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return "done" if code == 0 else f"exit code {code}: {said[-1][:600] if said else 'no output'}"
 
 
@@ -312,7 +314,7 @@ def _pip(command: str, *arguments: str) -> None:
 
 def write(folder: Path, name: str, row: Row) -> None:
     """Append a row of a part."""
-    with _rows(folder, name).open("a") as rows:
+    with _rows(folder, name).open("a", encoding="utf-8") as rows:
         rows.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
@@ -328,7 +330,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
         if not _rows(folder, name).exists():
             continue
         own = found[name] = {"status": "did not end", "part seconds": 0.0, "rows": []}
-        for line in _rows(folder, name).read_text().splitlines():
+        for line in _rows(folder, name).read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if "status" in row:
                 own |= row

@@ -361,9 +361,9 @@ def main() -> None:
     figures = {size: measured(size, Tokenizer) for size in args.sizes.split(",")}
     print(table(figures))
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if args.plot is not None:
-        args.plot.write_text(drawing(figures, [row for row in ROWS if row != _IN_PROCESS]))
+        args.plot.write_text(drawing(figures, [row for row in ROWS if row != _IN_PROCESS]), encoding="utf-8")
 
 
 if __name__ == "__main__":

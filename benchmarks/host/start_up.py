@@ -49,7 +49,9 @@ def main() -> None:
             f"  {stage['at']:7.2f} s  {stage['seconds']:6.2f} s  {stage['cpu']:6.2f} s of processors  {stage['stage']}"
         )
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"machine": machine, "command": args.command, "runs": runs}, indent=1) + "\n")
+    args.json.write_text(
+        json.dumps({"machine": machine, "command": args.command, "runs": runs}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def stages(command: list[str]) -> list[Stage]:
@@ -69,7 +71,7 @@ def stages(command: list[str]) -> list[Stage]:
             str(Path(folder) / "run"),
         ]
         began = time.monotonic()
-        with log.open("w") as output:
+        with log.open("w", encoding="utf-8") as output:
             done = subprocess.run(
                 own,
                 stdout=output,
@@ -78,10 +80,10 @@ def stages(command: list[str]) -> list[Stage]:
                 timeout=_LONGEST,
                 check=False,
             )
-        found = [json.loads(line) for line in noted.read_text().splitlines()] if noted.exists() else []
+        found = [json.loads(line) for line in noted.read_text(encoding="utf-8").splitlines()] if noted.exists() else []
         if not found or found[-1]["stage"] != FIRST_TOKEN:
             raise SystemExit(
-                f"the command ended with {done.returncode} and sampled nothing:\n{log.read_text()[-3000:]}"
+                f"the command ended with {done.returncode} and sampled nothing:\n{log.read_text(encoding='utf-8')[-3000:]}"
             )
     return [{**stage, "at": stage["at"] - began} for stage in found]
 

@@ -22,7 +22,7 @@ def note(stage: str) -> None:
     """Write the line of a stage. All processes of a machine share the clock."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     line = {"at": time.monotonic(), "cpu": sum(u.ru_utime + u.ru_stime for u in used), "stage": stage}
-    with open(os.environ["LOCKSTEP_STAGES"], "a") as file:
+    with open(os.environ["LOCKSTEP_STAGES"], "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 

@@ -56,7 +56,7 @@ def main() -> None:
             steps = steps_of(memory, model, args, Path(folder))
             found[memory] = {"figures": figures(steps), "steps": steps}
             print(json.dumps({memory: found[memory]["figures"]}), flush=True)
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def steps_of(memory: str, model: str, args: argparse.Namespace, folder: Path) -> list[Step]:
@@ -96,12 +96,12 @@ def environment(memory: str) -> dict[str, str]:
 def reported_bytes() -> int:
     """Bytes that Linux has reported to its host as free since the machine started; 0 if it does not count them."""
     counted = _REPORTED / "reported_kib"
-    return int(counted.read_text()) * 1024 if counted.exists() else 0
+    return int(counted.read_text(encoding="utf-8")) * 1024 if counted.exists() else 0
 
 
 def clock() -> float:
     """MHz of the first core, as the kernel reports it; 0 if it does not report it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")), 0.0)
 
 

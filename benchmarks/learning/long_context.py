@@ -58,14 +58,14 @@ def main() -> None:
     found["gradients"] = {kind: run_in_process(kind, sizes[-1], "compare")["distance"] for kind in KINDS}
     folder = Path("runs/bench")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "long_context.json").write_text(json.dumps(found, indent=1))
-    (folder / "long_context.svg").write_text(drawing(points))
+    (folder / "long_context.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    (folder / "long_context.svg").write_text(drawing(points), encoding="utf-8")
     print(table(found))
 
 
 def run_in_process(kind: str, size: int, task: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.learning.long_context", "--point", kind, str(size), task]
-    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, encoding="utf-8").stdout
     return json.loads(answer.splitlines()[-1])
 
 
@@ -129,7 +129,9 @@ def measured(kind: str, size: int) -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("VmRSS")
+    )
     return int(line.split()[1]) * 1024
 
 

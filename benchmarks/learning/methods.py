@@ -62,8 +62,8 @@ def main() -> None:
     curves = {run.name: rewards_of(run) for run in args.runs} if args.runs else train(args.methods, args.steps)
     args.folder.mkdir(parents=True, exist_ok=True)
     name = "runs" if args.runs else "learning"
-    (args.folder / f"{name}.json").write_text(json.dumps(curves, indent=1) + "\n")
-    (args.folder / f"{name}.svg").write_text(drawing(curves))
+    (args.folder / f"{name}.json").write_text(json.dumps(curves, indent=1) + "\n", encoding="utf-8")
+    (args.folder / f"{name}.svg").write_text(drawing(curves), encoding="utf-8")
 
 
 def train(methods: Sequence[str], steps: int) -> dict[str, list[float]]:
@@ -85,7 +85,7 @@ def rewards_of(run: Path) -> list[float]:
     last = last_checkpoint(run)
     if last is None:
         raise SystemExit(f"{run} holds no checkpoint; give the output_dir of a run")
-    history = json.loads((last / TRAINER_STATE).read_text())["log_history"]
+    history = json.loads((last / TRAINER_STATE).read_text(encoding="utf-8"))["log_history"]
     return [entry["reward"] for entry in history if "reward" in entry]
 
 

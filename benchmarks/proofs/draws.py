@@ -219,7 +219,7 @@ def main() -> None:
     )
     rows[_NO_FAULT] = {"alarms": alarms, "orders": args.orders, "tokens": zs.shape[1]}
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def _cached(folder: Path | None, name: str, make: Callable[[], TokenDraws]) -> TokenDraws:

@@ -70,7 +70,9 @@ def main() -> None:
             for model in args.step_models
         }
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"dtype": args.dtype, "seed": args.seed, **found}, indent=1) + "\n")
+    args.json.write_text(
+        json.dumps({"dtype": args.dtype, "seed": args.seed, **found}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def _deadline(minutes: float | None) -> float:

@@ -62,7 +62,7 @@ def main() -> None:
         show(figures, rows[0])
         found[name.removeprefix("filter ")] = {"figures": figures, "steps": rows}
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(found, indent=1) + "\n")
+    args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def _of_open_text(tokens: int) -> list[str]:

@@ -63,7 +63,7 @@ def main() -> int:
     for name in args.families or FAMILIES:
         outcomes.append(run_in_process(name))
         print(row(outcomes[-1]), flush=True)
-        args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+        args.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n", encoding="utf-8")
     return int(any(outcome.result in (FAILED, DIED) for outcome in outcomes))
 
 
@@ -71,7 +71,7 @@ def run_in_process(name: str) -> Outcome:
     """Verify a family in a separate process."""
     command = [sys.executable, "-m", "benchmarks.proofs.vllm_families", "--alone", name]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return Outcome(name, "", DIED, float("nan"), f"no result within {_SECONDS} s")
     last = ended.stdout.strip().splitlines()[-1:] or [""]
@@ -94,7 +94,7 @@ def verified(name: str) -> Outcome:
             # The length limit is given, because Bloom's config has none.
             arguments = ["--engine", "vllm", "--dtype", "float32", "--vllm_max_model_length", str(CONTEXT)]
             code = lockstep(["verify", "--model", model, *arguments, "--json", str(report)])
-        rows = json.loads(report.read_text())["rows"] if report.is_file() else []
+        rows = json.loads(report.read_text(encoding="utf-8"))["rows"] if report.is_file() else []
         implementation = _implementation(model)
     if code == 2:
         return Outcome(name, implementation, REFUSED, float("nan"), _sentence(written.getvalue()))

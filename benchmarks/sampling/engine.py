@@ -26,7 +26,7 @@ _CONTEXT = 640
 def main() -> None:
     model, setting = sys.argv[1], json.loads(sys.argv[2])
     # The output of libraries must not be mixed with the answers.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
     def send(answer: dict[str, Any]) -> None:

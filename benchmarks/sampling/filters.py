@@ -66,7 +66,7 @@ def main() -> None:
             print(f"  {name}: {line(found['filters'][name])}", flush=True)
         engine.close()
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(found, indent=1) + "\n")
+    args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def measure(engine: Any, model: str, settings: dict[str, float], rounds: int) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def main() -> None:
         for name in args.parts:
             found["parts"][name] = measure(PARTS[name], model, args.rounds, Path(folder) / name)
             show(name, found["parts"][name])
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:

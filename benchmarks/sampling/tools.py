@@ -92,7 +92,7 @@ def main() -> None:
                 figures = figures_of(part)(rounds)
             found["parts"][part] = {"figures": figures, "rounds": rounds}
             print(json.dumps({part: figures}, indent=1), flush=True)
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+            args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 # ---- rollouts ---------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def main() -> None:
         f"memory after the first round {first / 2**30:.3f} GiB, at the end {last / 2**30:.3f}: {last / first - 1:+.1%}"
     )
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"in_process": alone, "served": served}, indent=1) + "\n")
+    args.json.write_text(json.dumps({"in_process": alone, "served": served}, indent=1) + "\n", encoding="utf-8")
 
 
 def requests(seed: int) -> list[Any]:
@@ -104,7 +104,7 @@ def in_process() -> list[float]:
 def in_separate_process() -> list[float]:
     """The rates of vLLM in a separate process. No server runs at the same time, because two engines would slow each other down."""
     command = [sys.executable, "-m", "benchmarks.servers.load", "--in_process"]
-    found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    found = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, encoding="utf-8")
     return json.loads(found.stdout.splitlines()[-1])
 
 

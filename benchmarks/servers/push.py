@@ -46,7 +46,7 @@ def main() -> None:
     medians = {name: statistics.median(row[name] for row in rows[WARM_UP:]) for name in rows[0]}
     report(medians)
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({"medians": medians, "rounds": rows}, indent=1) + "\n")
+    args.json.write_text(json.dumps({"medians": medians, "rounds": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def report(medians: dict[str, float]) -> None:

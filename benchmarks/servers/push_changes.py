@@ -40,7 +40,7 @@ def main() -> None:
                 runs[name] = pushes(url, Path(folder) / str(len(runs)), rate, deltas, args.steps)
                 report(name, runs[name])
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps(runs, indent=1) + "\n")
+    args.json.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
 
 
 def pushes(url: str, folder: Path, rate: float, deltas: bool, steps: int) -> list[dict[str, float]]:
@@ -58,10 +58,12 @@ def pushes(url: str, folder: Path, rate: float, deltas: bool, steps: int) -> lis
     }
     command = [sys.executable, "-m", "lockstep.cli.main", "grpo", "--config", str(ROOT / "recipes" / "arithmetic.yaml")]
     command += [word for name, value in fields.items() for word in (f"--{name}", str(value))]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TQDM_DISABLE": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, encoding="utf-8", env={**os.environ, "TQDM_DISABLE": "1"}
+    )
     if done.returncode:
         sys.exit(f"the run failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found = [{name: line[name] for name in line if name.startswith("push/")} for line in lines if "push/bytes" in line]
     return found[1:]
 

@@ -25,7 +25,9 @@ def serving(*arguments: str) -> Iterator[tuple[str, int]]:
         port = probe.getsockname()[1]
     os.environ[KEY_VARIABLE] = make_key()
     command = [sys.executable, "-m", "lockstep.cli.main", "serve", MODEL, "--port", str(port), *arguments]
-    supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    supervisor = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8"
+    )
     try:
         _wait_until_ready(supervisor)
         yield f"http://127.0.0.1:{port}", supervisor.pid
@@ -44,7 +46,7 @@ class Peak:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
+        Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
         self._before = _status_bytes(pid, "VmRSS")
 
     def bytes(self) -> int:
@@ -57,7 +59,7 @@ def engine_process(supervisor: int) -> int:
 
 
 def _status_bytes(pid: int, name: str) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
@@ -78,14 +80,14 @@ def _descendants(pid: int) -> list[int]:
     found = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
+            for child in (task / "children").read_text(encoding="utf-8").split():
                 found += [int(child), *_descendants(int(child))]
     return found
 
 
 def _proportional_bytes(pid: int) -> int:
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return 0

@@ -79,7 +79,7 @@ def build_hub(folder: Path, checkout: Path, files: list[str]) -> tuple[list[str]
     """
     # First: the imports of transformers look for it.
     has_torchvision = load_torchvision()
-    text = "".join((checkout / name.split("::")[0]).read_text() for name in files)
+    text = "".join((checkout / name.split("::")[0]).read_text(encoding="utf-8") for name in files)
     asked = set(re.findall(rf"{ORGANISATION}/((?:tiny|small)-[\w.-]+)", text))
     programs = _programs(checkout, folder)
     tokenizer = qwen_tokenizer()
@@ -126,7 +126,7 @@ def snapshot_of(folder: Path, name: str) -> Path:
     """The folder of a model in the hub's cache."""
     root = folder / "hub-home" / "hub" / f"models--{ORGANISATION}--{name}"
     (root / "refs").mkdir(parents=True, exist_ok=True)
-    (root / "refs" / "main").write_text(COMMIT)
+    (root / "refs" / "main").write_text(COMMIT, encoding="utf-8")
     return root / "snapshots" / COMMIT
 
 
@@ -168,7 +168,7 @@ def _programs(checkout: Path, folder: Path) -> dict[str, str]:
     sys.path.append(str(folder / "programs"))
     modules = {}
     for path in sorted((folder / "programs").rglob("for_*/*.py")):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         kind = re.search(r"^model = (\w+)\(config\)", text, re.MULTILINE)
         pushed = re.search(r'^push_to_hub\(model, \w+, \w+, "(\w+)"(?:, "([^"]+)")?\)', text, re.MULTILINE)
         if kind and pushed:
@@ -233,4 +233,4 @@ def chat_template(name: str) -> str:
     """A template of the installed TRL."""
     import trl
 
-    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")

@@ -72,7 +72,7 @@ def add_missing_questions(tests: Path) -> None:
     They only decide which tests are skipped. The tests' commit and the installed TRL need not be of one version.
     """
     questions = importlib.import_module("trl.import_utils")
-    for name, package in sorted({*re.findall(r"\b(is_(\w+)_available)\b", tests.read_text())}):
+    for name, package in sorted({*re.findall(r"\b(is_(\w+)_available)\b", tests.read_text(encoding="utf-8"))}):
         if not hasattr(questions, name):
             is_there = importlib.util.find_spec(package) is not None
             setattr(questions, name, lambda is_there=is_there: is_there)
@@ -124,7 +124,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_sessionfinish(session: Any) -> None:
-    Path(ASKED["results"]).write_text(json.dumps(_results))
+    Path(ASKED["results"]).write_text(json.dumps(_results), encoding="utf-8")
 
 
 def load_dataset(

@@ -5,6 +5,7 @@ Every file of a run is written by these functions. `tests/training/test_every_wr
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import logging
@@ -12,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -160,6 +161,18 @@ def temporary_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     finally:
         shutil.rmtree(made, ignore_errors=True)
         os.close(handle)
+
+
+def folder_until_exit(prefix: str) -> Path:
+    """A folder as `temporary_folder` makes it, which is removed when this process ends.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    until_exit, owner = ExitStack(), os.getpid()
+    made = until_exit.enter_context(temporary_folder(prefix))
+    atexit.register(lambda: until_exit.close() if os.getpid() == owner else None)
+    return made
 
 
 def _remove_dead(folder: Path) -> None:

@@ -33,5 +33,5 @@ def _build(package: str) -> str:
     if spec is None or spec.origin is None:
         return ""
     version = Path(spec.origin).with_name("version.py")
-    found = _BUILD.search(version.read_text()) if version.is_file() else None
+    found = _BUILD.search(version.read_text(encoding="utf-8")) if version.is_file() else None
     return found[1] if found else ""

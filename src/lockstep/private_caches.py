@@ -8,18 +8,17 @@ variable, and child processes, such as a server's, inherit the variables.
 
 from __future__ import annotations
 
-import atexit
 import grp
 import logging
 import os
 import pwd
 import stat
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 from lockstep.errors import InputError
-from lockstep.files import temporary_folder
+from lockstep.files import folder_until_exit
+from lockstep.homes import missing_home
 
 _logger = logging.getLogger(__name__)
 
@@ -48,11 +47,12 @@ _MOST_LINKS = 40
 
 
 def use_private_caches() -> None:
-    """Set the variables of this process and of its children.
+    """Set the variables of this process and of its children, after those that a user without a home needs.
 
     Raises:
         InputError: as in `private_caches`.
     """
+    os.environ.update(missing_home(os.environ))
     os.environ.update(private_caches(os.environ))
 
 
@@ -168,9 +168,7 @@ def _our_folder(ours: Path, *, named: bool) -> Path:
             f"{_CACHES} is set, and {ours} cannot be a folder that only you can change: {why}. A library executes what it finds "
             f"there: name a folder of your own, or unset {_CACHES}"
         )
-    until_exit, owner = ExitStack(), os.getpid()
-    temporary = until_exit.enter_context(temporary_folder("lockstep-compiled-"))
-    atexit.register(lambda: until_exit.close() if os.getpid() == owner else None)
+    temporary = folder_until_exit("lockstep-compiled-")
     _logger.warning("%s is not used: %s. Compiled code goes to %s and is not kept", ours, why, temporary)
     return temporary
 

@@ -126,7 +126,7 @@ def as_openrlhf(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def write(rows: list[dict[str, Any]], path: Path) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

@@ -22,10 +22,10 @@ def test_every_recipe_resolves_and_its_resolution_is_a_config(recipe: Path, caps
     command = COMMANDS.get(recipe.name, "grpo")
     assert main([command, "--config", str(recipe), "--dry_run"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    for name, value in yaml.safe_load(recipe.read_text()).items():
+    for name, value in yaml.safe_load(recipe.read_text(encoding="utf-8")).items():
         assert printed[name] == value, name
     # The recipe contains the command that runs it.
-    assert f"lockstep {command} --config recipes/{recipe.name}" in recipe.read_text()
+    assert f"lockstep {command} --config recipes/{recipe.name}" in recipe.read_text(encoding="utf-8")
 
 
 def test_a_dry_run_can_be_used_as_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ def missing(path: str, page: Path) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert [path for path in FILE.findall(text) if missing(path, page)] == []
     # Tests are also named without their folder.
     known = {path.name for path in PROGRAMS}
@@ -37,7 +37,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if target.startswith(("http://", "https://")):
             continue
         name, _, heading = target.partition("#")
@@ -48,14 +48,16 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 def headings(page: Path) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
-    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    titles = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S), re.M
+    )
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_make_target_that_a_page_names_exists(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.M)) <= targets
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(encoding="utf-8"), re.M)) <= targets
 
 
 # Files other than pages that may name a page of the docs: messages, help, comments, recipes, settings.

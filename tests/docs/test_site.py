@@ -34,16 +34,16 @@ def of(page: Path) -> str:
 
 def words(page: Path) -> int:
     """The number of words of a page; the lines of tables are none."""
-    return sum(any(sign.isalnum() for sign in word) for word in page.read_text().split())
+    return sum(any(sign.isalnum() for sign in word) for word in page.read_text(encoding="utf-8").split())
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return [text for name, text in BLOCK.findall(page.read_text()) if name == language]
+    return [text for name, text in BLOCK.findall(page.read_text(encoding="utf-8")) if name == language]
 
 
 @pytest.mark.parametrize("page", USERS, ids=of)
 def test_a_page_for_users_is_short_and_names_no_tests(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     assert words(page) < 800
     assert not re.search(r"\btests/|\btest_\w+\.py", text)
 

@@ -55,7 +55,10 @@ def workers_of(pid: int) -> list[int]:
     for child in descendants(pid):
         try:
             # A worker has this name when it has imported vLLM.
-            if any(mark in Path(f"/proc/{child}/cmdline").read_text() for mark in ("VLLM::Worker", "spawn_main")):
+            if any(
+                mark in Path(f"/proc/{child}/cmdline").read_text(encoding="utf-8")
+                for mark in ("VLLM::Worker", "spawn_main")
+            ):
                 found.append(child)
         except OSError:
             continue

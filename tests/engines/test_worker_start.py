@@ -141,7 +141,7 @@ def test_a_worker_that_still_loads_ends_with_its_trainer(tmp_path: Path) -> None
 
 def is_gone(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 

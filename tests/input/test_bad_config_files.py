@@ -11,6 +11,7 @@ import yaml
 from bad_input import Row, check, rows
 
 from lockstep.cli.fields.arguments import build
+from lockstep.cli.fields.config_file import read_file
 from lockstep.cli.main import main
 from lockstep.cli.process import loading
 from lockstep.report import waits
@@ -88,6 +89,24 @@ def test_other_ways_to_write_a_good_file_are_taken(
     (tmp_path / "c.yaml").write_bytes(content)
     assert main(["grpo", "--config", str(tmp_path / "c.yaml"), "--dry_run"]) == 0
     assert "seed: 1\n" in capfd.readouterr().out
+
+
+def test_a_number_with_an_exponent_is_a_number_in_the_mapping_of_a_field(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "lr_scheduler_kwargs: {min_lr: 1e-7, more: [1E+3, -.5e2, {x: 2.e1}], text: '1e-7', word: e5, version: 1e5a}\n"
+        "revision: 12e45\n"
+        "learning_rate: 1e-6\n"
+    )
+    read = read_file(str(tmp_path / "c.yaml"))
+    assert read["lr_scheduler_kwargs"] == {
+        "min_lr": 1e-7,
+        "more": [1000.0, -50.0, {"x": 20.0}],
+        "text": "1e-7",
+        "word": "e5",
+        "version": "1e5a",
+    }
+    # A field knows its own type: this one is the text that was written.
+    assert (read["revision"], read["learning_rate"]) == ("12e45", "1e-6")
 
 
 def test_the_output_of_a_dry_run_is_yaml_alone_also_where_loading_takes_long(

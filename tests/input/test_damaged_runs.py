@@ -345,10 +345,10 @@ FILES = [
 
 def holds_for_now(path: Path, text: str, request: pytest.FixtureRequest) -> None:
     """Give a file another content until the end of the test."""
-    before = path.read_text()
+    before = path.read_text(encoding="utf-8")
     if text != before:
-        path.write_text(text)
-        request.addfinalizer(lambda: path.write_text(before))
+        path.write_text(text, encoding="utf-8")
+        request.addfinalizer(lambda: path.write_text(before, encoding="utf-8"))
 
 
 # Rows whose damage takes the path of another row, and which train to the end.

@@ -25,7 +25,7 @@ def main() -> None:
         results = with_server(int(rank), model, Path(out), server[0])
     else:
         results = with_transformers(int(rank), model, out)
-    Path(out).write_text(json.dumps(results))
+    Path(out).write_text(json.dumps(results), encoding="utf-8")
 
 
 def shapes(rank: int, generate: Callable[..., Any]) -> dict[str, Any]:

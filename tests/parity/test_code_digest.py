@@ -547,7 +547,7 @@ def test_a_package_outside_of_this_environment_is_not_read(
     monkeypatch.delitem(sys.modules, "package_for_digest", raising=False)
     text = "import package_for_digest\n" + FILE.replace("helper_of_rewards.helped", "package_for_digest.helped")
     before = code_digest(load(text))
-    file.write_text(PACKAGE.replace("size = 1", "size = 2"))
+    file.write_text(PACKAGE.replace("size = 1", "size = 2"), encoding="utf-8")
     del sys.modules["package_for_digest"]
     assert code_digest(load(text)) == before
 

@@ -48,7 +48,7 @@ def play(rank: int, folder: str) -> None:
     found["cannot be sent"] = told(lambda: ranks.share("odd", lambda: {1, 2} if rank == 2 else 1))
     found["cannot be answered"] = told(lambda: ranks.call("odd", lambda: 0, lambda parts: [object(), 1, 2]))
     found["afterwards"] = ranks.share("afterwards", lambda: rank)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 
 

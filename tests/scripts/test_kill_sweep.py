@@ -101,7 +101,7 @@ def test_a_verdict(first: Ended, second: Ended, wrong: str | None, verdict: str)
 def test_the_night_counts_the_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def played(command: list[object], until: float, log: Path) -> int:
         assert [str(word) for word in command[1:4]] == ["scripts/kill_sweep.py", "--seed", "7"]
-        log.write_text("train ...\n9 of 10 cases were right, of 2480 cases; seed 7\n")
+        log.write_text("train ...\n9 of 10 cases were right, of 2480 cases; seed 7\n", encoding="utf-8")
         return 1
 
     monkeypatch.setattr(nightly, "run_program", played)

@@ -301,6 +301,6 @@ def children(pid: int) -> list[int]:
 def runs(pid: int) -> bool:
     """Whether a process exists and has not ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False

@@ -114,7 +114,11 @@ def test_none_of_its_processes_listens_beyond_this_machine(server: Server) -> No
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
                 sockets.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
-    rows = [row.split() for t in ("tcp", "tcp6") for row in Path(f"/proc/net/{t}").read_text().splitlines()[1:]]
+    rows = [
+        row.split()
+        for t in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{t}").read_text(encoding="utf-8").splitlines()[1:]
+    ]
     listening = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in sockets}
     # 127.0.0.1, and ::1.
     assert listening
@@ -123,7 +127,7 @@ def test_none_of_its_processes_listens_beyond_this_machine(server: Server) -> No
 
 def test_the_key_is_in_no_list_of_processes(server: Server) -> None:
     for pid in server.processes.values():
-        assert KEY not in Path(f"/proc/{pid}/cmdline").read_text()
+        assert KEY not in Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
 
 
 class Trace:

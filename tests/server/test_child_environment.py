@@ -34,7 +34,7 @@ STARTS |= {"posix_spawn", "posix_spawnp", "spawnv", "spawnve", "execv", "Process
 
 
 def starts_of(path: Path) -> list[ast.Call]:
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
     whole = ("subprocess.run", "os.system")
     return [call for call in calls if name_of(call) in STARTS or ast.unparse(call.func) in whole]
 

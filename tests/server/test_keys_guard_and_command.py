@@ -52,7 +52,7 @@ class TestKeys:
         monkeypatch.delenv(KEY_VARIABLE, raising=False)
         outer, inner = os.openpty()
         try:
-            with open(inner if terminal else tmp_path / "log", "w") as stream:
+            with open(inner if terminal else tmp_path / "log", "w", encoding="utf-8") as stream:
                 monkeypatch.setattr("sys.stderr", stream)
                 said = _where("the-key-itself", tmp_path / "k", Namespace(key_file=None))
         finally:

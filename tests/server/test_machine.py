@@ -87,7 +87,7 @@ def test_a_supervisor_ends_every_process_of_a_server_that_died(tmp_path: Path) -
 
 def alive(pid: int) -> bool:
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
         return False
 

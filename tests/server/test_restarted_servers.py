@@ -67,7 +67,7 @@ def check_key(server: Server, home: Path) -> None:
     assert file.is_relative_to(home)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     pids = [server.supervisor.pid, *server.processes.values()]
-    assert not any(key in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+    assert not any(key in Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8") for pid in pids)
     assert status(server, Authorization=f"Bearer {key}") == 200
     assert status(server) == status(server, Authorization=f"Bearer {KEY}") == 401
 

@@ -118,7 +118,7 @@ def test_a_killed_supervisor_takes_a_server_of_two_workers_with_it(split: tuple[
 def check_sockets(pids: list[int]) -> None:
     """The sockets between the server's processes are in folders that only this user can open."""
     own = {os.readlink(file)[8:-1] for pid in pids for file in Path(f"/proc/{pid}/fd").iterdir() if is_socket(file)}
-    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    rows = [line.split() for line in Path("/proc/net/unix").read_text(encoding="utf-8").splitlines()[1:]]
     files = [Path(row[7]) for row in rows if row[6] in own and len(row) > 7 and row[7].startswith("/")]
     assert files
     assert {stat.S_IMODE(file.parent.stat().st_mode) for file in files} == {0o700}
@@ -133,6 +133,6 @@ def is_socket(file: Path) -> bool:
 
 def is_running(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False

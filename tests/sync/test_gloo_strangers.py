@@ -29,7 +29,11 @@ def listening() -> set[str]:
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             own.add(os.readlink(file))
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text(encoding="utf-8").splitlines()[1:]
+    ]
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
 
 

@@ -108,7 +108,7 @@ def test_every_package_of_the_lock_is_installed_once(
 
     def pip(*words: str) -> None:
         if "--require-hashes" in words:
-            installed.extend(Path(words[-1]).read_text().splitlines())
+            installed.extend(Path(words[-1]).read_text(encoding="utf-8").splitlines())
 
     monkeypatch.setattr(make_env, "pip", pip)
     assert make_env.installed_from_lock(dev)

@@ -55,7 +55,7 @@ def test_a_gpu_decides_for_itself_and_not_by_emulation(native: bool, monkeypatch
 def test_what_is_asked_of_pytorch_is_what_the_kernel_says_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that PyTorch does not know (any more) would silently make every machine a slow one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     flags = next(line.split(":")[1].split() for line in lines if line.startswith("flags"))
     reported: Any = torch.cpu.get_capabilities()
     assert {"amx_bf16", "avx512_bf16"} <= reported.keys()

@@ -14,6 +14,7 @@ from lockstep.cli.fields.inputs import check_model
 from lockstep.cli.process.quiet import quiet_libraries
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError
+from lockstep.homes import expanded
 from lockstep.report.say import complain, say
 from lockstep.secret import masked
 from lockstep.training.config.checks import CONTEXT, COUNT, PORT, SHARE, check_bounds
@@ -164,7 +165,7 @@ def _key(arguments: argparse.Namespace) -> tuple[str, Path | None]:
 
     if given := os.environ.get(KEY_VARIABLE):
         return checked_key(given, KEY_VARIABLE), None
-    named = Path(arguments.key_file).expanduser() if arguments.key_file else None
+    named = expanded(arguments.key_file) if arguments.key_file else None
     if named is not None and named.exists():
         return read_key(named), None
     if not is_local(arguments.host) and named is None:

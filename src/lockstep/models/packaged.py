@@ -81,7 +81,13 @@ def _fetch(folder: Path) -> None:
     command = [sys.executable, "-m", "pip", *arguments]
     try:
         finished = subprocess.run(
-            command, capture_output=True, text=True, timeout=_LONGEST_FETCH, check=False, env=for_users_code()
+            command,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=_LONGEST_FETCH,
+            check=False,
+            env=for_users_code(),
         )
         failure = (
             next((line for line in reversed(finished.stderr.splitlines()) if line.strip()), "")

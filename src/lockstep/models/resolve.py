@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.errors import InputError
+from lockstep.homes import expanded
 from lockstep.models.packaged import PACKAGED_MODEL, packaged_model_dir
 
 
@@ -30,7 +31,7 @@ def resolve_model(name: str) -> str:
         )
     if name.lower() == PACKAGED_MODEL:
         return str(packaged_model_dir())
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError(f"model directory {path} has no config.json; give the directory of a saved model")

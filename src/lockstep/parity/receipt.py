@@ -70,7 +70,7 @@ def read_receipt(path: Path) -> list[dict[str, Any]]:
         InputError: the file is empty or not text, or a line was changed, removed or added.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not a text file") from error
     if not lines:
@@ -91,7 +91,7 @@ def check_receipt(path: Path) -> int:
     entries = read_receipt(path)
     sealed = {entry["digests"] for entry in entries if entry["kind"] == "checkpoint"}
     for digests in sorted(path.parent.glob(f"checkpoint-*/{DIGESTS}")):
-        if text_digest(digests.read_text()) not in sealed:
+        if text_digest(digests.read_text(encoding="utf-8")) not in sealed:
             raise InputError(f"{digests.parent.name} was written with another receipt: lines were removed or replaced")
     return len(entries)
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from lockstep import child_environment
 from lockstep.engines.http.server_calls import is_local
 from lockstep.errors import InputError, names_path
+from lockstep.homes import expanded
 from lockstep.models.packaged import cache_dir
 
 KEY_VARIABLE = child_environment.KEY_VARIABLE
@@ -63,7 +64,7 @@ def write_key(path: Path, key: str) -> None:
     staging.unlink(missing_ok=True)
     handle = os.open(staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with names_path(path), os.fdopen(handle, "w") as file:
+        with names_path(path), os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(key + "\n")
         staging.replace(path)
     except BaseException:
@@ -116,7 +117,7 @@ def key_for(url: str, key_file: str | None) -> str | None:
         InputError: `key_file` cannot be used.
     """
     if key_file is not None:
-        return read_key(Path(key_file).expanduser())
+        return read_key(expanded(key_file))
     if given := os.environ.get(KEY_VARIABLE):
         return checked_key(given, KEY_VARIABLE)
     address = urlsplit(url)

@@ -33,7 +33,7 @@ def reserved_port(port: int) -> Iterator[None]:
     """
     path = default_key_file(port).with_suffix(".lock")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -82,7 +82,7 @@ def _states_of(session: int) -> dict[int, str]:
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             # The name before the closing bracket may contain anything.
-            state, _, _, found = stat.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            state, _, _, found = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:4]
             if int(found) == session:
                 states[int(stat.parent.name)] = state
     return states

@@ -77,7 +77,7 @@ def read_optimizer(folder: Path, named: Mapping[str, torch.nn.Parameter], optimi
     Raises:
         InputError: they are of another optimizer.
     """
-    found = json.loads((folder / REST).read_text())
+    found = json.loads((folder / REST).read_text(encoding="utf-8"))
     if len(found["groups"]) != len(optimizer.param_groups):
         raise InputError(f"{folder.parent} was written with another optimizer")
     for group, known in zip(optimizer.param_groups, found["groups"], strict=True):

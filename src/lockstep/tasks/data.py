@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
 from lockstep.errors import InputError
+from lockstep.homes import expanded
 from lockstep.tasks.arithmetic import arithmetic
 from lockstep.tasks.builtin_rewards import Reward, exact_match
 from lockstep.tasks.calculator import calculator
@@ -86,7 +86,7 @@ def load_data(
 
 
 def _load_split(name: str, subset: str | None, split: str) -> Dataset:
-    path = Path(name).expanduser()
+    path = expanded(name)
     try:
         if (file := data_file(name)) is not None:
             _no_split(name, split)

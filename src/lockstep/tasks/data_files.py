@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from lockstep.errors import InputError
+from lockstep.homes import expanded
 
 # The builder of `datasets` for each file name ending.
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -17,7 +18,7 @@ def data_file(name: str) -> Path | None:
     Raises:
         InputError: there is no such file, or it is empty.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.suffix not in READERS:
         return None
     if not path.is_file():

@@ -7,9 +7,9 @@ directory, or has a slash and no colon, names a reward model, which is loaded el
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from lockstep.errors import InputError
+from lockstep.homes import expanded
 from lockstep.tasks.builtin_rewards import BUILT_IN, Reward, soft_overlong
 from lockstep.tasks.functions import Modules, load_function, place_of
 
@@ -21,7 +21,7 @@ def names_model(name: str) -> bool:
     """Whether a name is the name of a reward model (a directory, or a hub id such as `user/model`) and not of a function."""
     if not name or name in BUILT_IN or ":" in name or name.endswith(".py"):
         return False
-    return "/" in name or Path(name).expanduser().is_dir()
+    return "/" in name or expanded(name).is_dir()
 
 
 def load_reward(name: str, modules: Modules | None = None) -> Reward:

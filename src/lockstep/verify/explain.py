@@ -114,7 +114,9 @@ def _parts(folder: Path) -> list[str]:
     """Means of the gap's decomposition, from the columns in the metrics; empty if the run did not write them."""
     path = folder / "metrics.jsonl"
     # A kill may have cut the last line short. It is ignored.
-    lines = [line for line in path.read_text().splitlines() if line.endswith("}")] if path.is_file() else []
+    lines = (
+        [line for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")] if path.is_file() else []
+    )
     logged = [json.loads(line) for line in lines]
     logged = [line for line in logged if f"parity/gap_{_PARTS[0]}" in line]
     if not logged:

@@ -151,6 +151,24 @@ def test_a_schedule_that_cannot_be_made_is_a_sentence(tmp_path: Path, name: str)
             lockstep.GRPOConfig(**fields)
         # YAML reads 1e-7 as text.
         text = {key: str(value) for key, value in needed.items()}
-        with pytest.raises(InputError, match=r"cannot be used: .* need a point"):
+        with pytest.raises(InputError, match=r"cannot be used: .* without quotation marks"):
             lockstep.GRPOConfig(**fields, lr_scheduler_kwargs=text)
     lockstep.GRPOConfig(**fields, lr_scheduler_kwargs=needed)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"optim_args": "momentum=fast"},
+            "optim=sgd with optim_args=momentum=fast cannot be used: ValueError: could not",
+        ),
+        ({"optim_args": "momentum=-1"}, "cannot be used: ValueError: Invalid momentum"),
+        ({"optim_args": "momentum"}, "cannot be used: ValueError: not enough values"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_made_is_refused_before_a_model_is_loaded(
+    fields: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=says):
+        lockstep.GRPOConfig(output_dir=str(tmp_path), bf16=False, use_vllm=False, **{"optim": "sgd", **fields})

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 from typing import Any, TypeVar
 
 import yaml
@@ -155,8 +156,13 @@ def _check_text(words: list[str]) -> None:
     for word in words:
         try:
             is_text = b"\0" not in os.fsencode(word)
-        except UnicodeEncodeError:
+        except UnicodeEncodeError as error:
             is_text = False
+            if not "\ud800" <= word[error.start] <= "\udfff":
+                raise InputError(
+                    f"{word!r:.80} holds a character that file names cannot have in this locale "
+                    f"({sys.getfilesystemencoding()}); set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
+                ) from error
         if not is_text:
             raise InputError(f"{word!r:.80} holds a character that is not text")
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +16,8 @@ from lockstep.errors import InputError
 
 # Configs of all fields have a few KiB.
 _LARGEST = 1 << 20
-_BOOL = "tag:yaml.org,2002:bool"
+_BOOL, _TEXT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("bool", "str", "float"))
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -63,6 +65,8 @@ class _Fields(yaml.SafeLoader):
     """YAML without repeated keys, of which the last would win in silence, and without aliases, which can grow without bound.
 
     Only `true` and `false` are booleans. YAML 1.1 also reads yes, no, on and off as such, which are choices and texts of fields.
+    In the mapping of a field, such as `lr_scheduler_kwargs`, 1e-7 is a number, as it is in YAML 1.2 and in JSON; YAML 1.1 demands
+    1.0e-7. The value of a field itself needs no such rule: the field knows its type.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
@@ -77,6 +81,14 @@ class _Fields(yaml.SafeLoader):
             )
         return super().compose_node(parent, index)
 
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if isinstance(node, yaml.MappingNode):
+            for _, value in node.value:
+                if isinstance(value, yaml.MappingNode):
+                    _read_numbers(value)
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key, _ in node.value:
@@ -85,3 +97,16 @@ class _Fields(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _read_numbers(node: yaml.Node) -> None:
+    """Mark what is written as a number with an exponent, at any depth of a mapping or a list, as a number."""
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag == _TEXT and node.style is None and _NUMBER.fullmatch(node.value):
+            node.tag = _FLOAT
+    elif isinstance(node, yaml.MappingNode):
+        for _, value in node.value:
+            _read_numbers(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _read_numbers(value)

@@ -36,7 +36,7 @@ _LONGEST_CHOICES = 60
 
 def fields_of(command: str) -> dict[str, dict[str, Any]]:
     """The entry of each field of a command: `type`, `help`, and if they apply `default`, `choices`, `nargs`."""
-    described = json.loads(FIELDS_FILE.read_text())
+    described = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
     return {**described["shared"], **described[_SAME.get(command, command)]}
 
 

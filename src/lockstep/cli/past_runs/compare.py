@@ -92,7 +92,7 @@ def read_past_run(folder: Path) -> PastRun:
     if not path.is_file() and not record.about:
         raise InputError(f"{folder} has no {SETTINGS}: is it the output directory of a run?")
     try:
-        settings = json.loads(path.read_text()) if path.is_file() else record.about.get("settings", {})
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else record.about.get("settings", {})
         if not isinstance(settings, dict):
             raise ValueError("it holds no fields")
     except (OSError, ValueError) as error:

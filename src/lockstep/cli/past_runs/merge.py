@@ -63,6 +63,6 @@ def _base_of(adapter: Path) -> str:
     if not path.is_file():
         raise InputError(f"{adapter} has no {ADAPTER_CONFIG}: is it a checkpoint of a run with use_peft?")
     try:
-        return str(json.loads(path.read_text())["base_model_name_or_path"])
+        return str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"])
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} cannot be read ({error})") from error

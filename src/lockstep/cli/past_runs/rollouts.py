@@ -107,7 +107,7 @@ def _page_of(kept: Any) -> dict[str, Any]:
 
 def _pages_of_evaluation(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        groups = json.loads(path.read_text())["rollouts"]
+        groups = json.loads(path.read_text(encoding="utf-8"))["rollouts"]
         for group in groups:
             for number, text in enumerate(group["completions"]):
                 yield {

@@ -68,7 +68,9 @@ def libraries_aside() -> Iterator[LibraryLog]:
         log = LibraryLog(temporary.fileno())
         os.dup2(temporary.fileno(), _STDERR)
         # This handler writes to the descriptor, so its messages go to the current file.
-        handler = logging.StreamHandler(os.fdopen(_STDERR, "w", buffering=1, closefd=False))
+        handler = logging.StreamHandler(
+            os.fdopen(_STDERR, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
+        )
         handler.setFormatter(_WithoutSecrets())
         for name in _LOGGERS:
             logging.getLogger(name).addHandler(handler)

@@ -35,7 +35,7 @@ def start_anew_with_tunables() -> None:
 
 def kernel_setting() -> str:
     """The setting of Linux for huge pages, such as "always [madvise] never"; empty on other systems."""
-    return _SETTING.read_text() if _SETTING.exists() else ""
+    return _SETTING.read_text(encoding="utf-8") if _SETTING.exists() else ""
 
 
 def with_tunables(given: Mapping[str, str], setting: str) -> dict[str, str] | None:

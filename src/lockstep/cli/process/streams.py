@@ -96,9 +96,9 @@ def open_streams(goes_on: str = "") -> None:
             os.close(nothing)
         os.set_inheritable(number, True)
     if sys.stdin is None:
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115  it lasts as long as the process
+        sys.stdin = open(0, closefd=False, encoding="locale")  # noqa: SIM115  it lasts as long as the process
     for number, name in ((1, "stdout"), (2, "stderr")):
-        found = getattr(sys, name) or open(number, "w", closefd=False)  # noqa: SIM115
+        found = getattr(sys, name) or open(number, "w", closefd=False, encoding="locale")  # noqa: SIM115
         if isinstance(found, io.TextIOWrapper):
             with suppress(OSError):
                 found.flush()

@@ -16,7 +16,6 @@ import json
 import resource
 import ssl
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,6 +36,7 @@ from lockstep.engines.http.greeting import (
 from lockstep.engines.protocol import EngineSettings
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.errors import EngineLost, InputError, LockstepError
+from lockstep.homes import expanded
 from lockstep.report.waits import waiting
 
 # Number of characters of an answer that an error message shows.
@@ -364,7 +364,7 @@ def urls_of_file(name: str, file: str) -> list[str]:
         InputError: the file cannot be read, names no server, or has a line that is not a URL.
     """
     try:
-        lines = Path(file).expanduser().read_text().splitlines()
+        lines = expanded(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"{name}={file!r} cannot be read ({error}); it must be a text file with one base URL per line"

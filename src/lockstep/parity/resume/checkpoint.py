@@ -68,7 +68,7 @@ def check_sealed(folder: Path, sealed: str) -> None:
     """
     path = folder / DIGESTS
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{DIGESTS} of {folder.name} cannot be read: {type(error).__name__}") from error
     if text_digest(text) != sealed:
@@ -84,7 +84,7 @@ def check_sealed(folder: Path, sealed: str) -> None:
         tensors = _changed_tensors(folder / wrong[0], wanted["memory"])
         what = f" (tensor {_listed(tensors)})" if tensors else ""
         raise InputError(f"{_listed(wrong)} of {folder.name} was changed, or is of another checkpoint{what}")
-    if _state_digest(json.loads((folder / TRAINER_STATE).read_text())) != wanted["state"]:
+    if _state_digest(json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))) != wanted["state"]:
         raise InputError(f"{TRAINER_STATE} of {folder.name} was changed, or is of another checkpoint")
 
 
@@ -98,7 +98,7 @@ def check_loaded(folder: Path, memory: Mapping[str, str], taken_anew: Collection
     Raises:
         ProofError: a tensor of the model, the optimizer or the schedule differs.
     """
-    wanted = json.loads((folder / DIGESTS).read_text())["memory"]
+    wanted = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))["memory"]
     compared = (wanted.keys() | memory.keys()) - set(taken_anew)
     wrong = sorted(name for name in compared if wanted.get(name) != memory.get(name))
     if wrong:

@@ -169,13 +169,15 @@ class ReceivedWeights:
 def available_bytes() -> int:
     """Bytes of main memory that are free on this machine, or in this container; 0 if the system does not tell (only Linux does)."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), 0)
     try:
         cgroup = Path("/sys/fs/cgroup")
-        limit = int((cgroup / "memory.max").read_text()) - int((cgroup / "memory.current").read_text())
+        limit = int((cgroup / "memory.max").read_text(encoding="utf-8")) - int(
+            (cgroup / "memory.current").read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
         return available
     return max(0, min(available, limit))

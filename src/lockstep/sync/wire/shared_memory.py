@@ -159,7 +159,7 @@ def shares_memory(server: WeightReceiverCalls) -> bool:
     secret = secrets.token_hex(16)
     path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
     try:
-        with os.fdopen(_open_private(path), "w") as file:
+        with os.fdopen(_open_private(path), "w", encoding="utf-8") as file:
             file.write(secret)
         return all(found == {"read": secret} for found in server.workers("lockstep_sees", path.name))
     except OSError:
@@ -171,7 +171,7 @@ def shares_memory(server: WeightReceiverCalls) -> bool:
 def read_test_file(name: str) -> str | None:
     """The worker's answer to `shares_memory`: the content of a small file of this user, or None if there is no such file."""
     try:
-        return _trainer_file(name).read_text()[:64]
+        return _trainer_file(name).read_text(encoding="utf-8")[:64]
     except (OSError, ValueError):
         return None
 

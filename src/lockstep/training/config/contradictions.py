@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import get_scheduler
+from transformers import Trainer, get_scheduler
 
 from lockstep.engines.vllm.arguments import check_quantization
 from lockstep.errors import InputError
@@ -121,8 +121,8 @@ def check_schedule(config: OnlineConfig) -> None:
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RuntimeError) as error:
         said = f" with lr_scheduler_kwargs={given}" if given else ""
         raise InputError(
-            f"lr_scheduler_type={name}{said} cannot be used: {error}; lr_scheduler_kwargs has its arguments, and numbers in YAML "
-            "need a point (1.0e-7)"
+            f"lr_scheduler_type={name}{said} cannot be used: {error}; lr_scheduler_kwargs has its arguments, and its numbers "
+            "stand without quotation marks"
         ) from error
     if bad := [f for f in factors if isinstance(f, complex) or not math.isfinite(f) or f < 0]:
         raise InputError(
@@ -130,6 +130,32 @@ def check_schedule(config: OnlineConfig) -> None:
         )
     if name in BY_METRIC and warmup and config.process_index == 0:
         _logger.warning(f"lr_scheduler_type={name} has no warm-up, so that warmup_steps has no effect")
+
+
+# These look at the modules of the model when they are made.
+_OF_A_MODEL = ("galore", "apollo", "lomo", "adalomo")
+
+
+def check_optimizer(config: OnlineConfig) -> None:
+    """Make the optimizer of a single number, so that what is wrong with it is known before a model is loaded.
+
+    DeepSpeed makes its own, and a few look at the model: those are made later.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    name, given = value_of(config.optim), config.optim_args
+    if config.zero is not None or name.startswith(_OF_A_MODEL):
+        return
+    try:
+        made, settings = Trainer.get_optimizer_cls_and_kwargs(config)
+        made([torch.nn.Parameter(torch.zeros(1))], **settings)
+    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RuntimeError, ImportError) as error:
+        said = f" with optim_args={given}" if given else ""
+        raise InputError(
+            f"optim={name}{said} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}; optim_args has its "
+            "arguments, as in momentum=0.9,nesterov=true"
+        ) from error
 
 
 def check_best_model(config: OnlineConfig) -> None:

@@ -29,6 +29,7 @@ from lockstep.training.config.contradictions import (
     BY_METRIC,
     check_best_model,
     check_corrections,
+    check_optimizer,
     check_quantised_sampling,
     check_schedule,
     check_staleness,
@@ -44,6 +45,7 @@ from lockstep.training.config.fields.logs import LogFields
 from lockstep.training.config.fields.servers import ServerFields
 from lockstep.training.config.fields.tools import ToolFields
 from lockstep.training.config.fields.trl import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
+from lockstep.training.config.launcher import take_launcher
 from lockstep.training.config.precision import has_fast_bf16
 
 _logger = logging.getLogger(__name__)
@@ -237,6 +239,7 @@ class OnlineConfig(
         if by_metric and self.metric_for_best_model is None:  # type: ignore[has-type]
             # transformers would take the evaluation's loss. The loss of a policy on what it has just sampled says little.
             self.metric_for_best_model = "reward"
+        take_launcher(self, os.environ)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_fast_bf16()
         if not torch.cuda.is_available():
@@ -272,6 +275,7 @@ class OnlineConfig(
         check_staleness(self)
         check_quantised_sampling(self)
         check_best_model(self)
+        check_optimizer(self)
         complete_schedule(self)
         check_schedule(self)
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Engine
 from lockstep.errors import EngineLost, InputError, LockstepError
+from lockstep.homes import expanded
 from lockstep.report.busy import busy
 from lockstep.shards.passes import BrokenPass
 from lockstep.training.config.online_config import OnlineConfig
@@ -46,7 +46,7 @@ class ServerChanges:
         self, engine: VLLMServer, config: OnlineConfig, check: Callable[[Engine], None], proofs: Proofs
     ) -> None:
         self._engine, self._config, self._check, self._proofs = engine, config, check, proofs
-        self._file = Path(config.vllm_server_url_file).expanduser() if config.vllm_server_url_file else None
+        self._file = expanded(config.vllm_server_url_file) if config.vllm_server_url_file else None
         self._wanted: Sequence[str] = engine.members
         self._written = self._written_at()
         # Servers that failed on their way in. They are tried again when the file has been written again.

@@ -39,7 +39,7 @@ def complete_checkpoints(output_dir: str | Path) -> list[Path]:
 
 def checkpoint_step(checkpoint: Path) -> int:
     """Number of optimizer steps that the run had taken when it wrote this complete checkpoint."""
-    return int(json.loads((checkpoint / TRAINER_STATE).read_text())["global_step"])
+    return int(json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"])
 
 
 def set_damaged_aside(output_dir: str | Path) -> None:

@@ -67,7 +67,7 @@ def locked(folder: Path, alone: str = "") -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a")
+        file = (folder / LOCK).open("a", encoding="utf-8")
     except OSError as error:
         raise InputError(f"output_dir {folder} cannot be used: {error}") from error
     found = os.fstat(file.fileno())

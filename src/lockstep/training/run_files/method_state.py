@@ -63,11 +63,15 @@ class MethodState:
             InputError: the checkpoint lacks a file.
         """
         if self.objective.state():
-            self.objective.load_state(json.loads(_there(folder / OBJECTIVE, "the method's state").read_text()))
+            self.objective.load_state(
+                json.loads(_there(folder / OBJECTIVE, "the method's state").read_text(encoding="utf-8"))
+            )
         if self.order.state():
-            self.order.load_state(json.loads(_there(folder / PROMPTS, "the prompts that are solved").read_text()))
+            self.order.load_state(
+                json.loads(_there(folder / PROMPTS, "the prompts that are solved").read_text(encoding="utf-8"))
+            )
         if (changed := folder / CHANGES).is_file():
-            self.changes.load_state(json.loads(changed.read_text()))
+            self.changes.load_state(json.loads(changed.read_text(encoding="utf-8")))
         if self.critic is not None:
             self.critic.load_state_dict(load_file(_there(folder / CRITIC, "the value head")))
         if self.moving_reference is not None:

@@ -137,7 +137,7 @@ def _is_finished(folder: Path) -> bool:
     if not path.exists():
         return False
     try:
-        if isinstance(json.loads(path.read_text()), dict):
+        if isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
             return True
     except (OSError, ValueError):
         pass
@@ -179,7 +179,7 @@ def _settings_in(folder: Path, checkpoint: Path) -> dict[str, Any]:
     troubles = []
     for path in (folder / SETTINGS, checkpoint / SETTINGS):
         try:
-            found = without_secrets(json.loads(path.read_text()))
+            found = without_secrets(json.loads(path.read_text(encoding="utf-8")))
             if not isinstance(found, dict):
                 raise ValueError("it holds no fields")
         except (OSError, ValueError) as error:

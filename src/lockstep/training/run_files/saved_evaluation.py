@@ -82,7 +82,7 @@ def evaluation_line(path: Path, step: int) -> dict[str, Any] | None:
 
 def _text(path: Path) -> str | None:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
 

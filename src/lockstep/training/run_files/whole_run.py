@@ -108,7 +108,7 @@ def restore_metrics(folder: Path, checkpoint: Path, step: int) -> None:
     The checkpoint's trainer state has the same lines, and its digest is in the receipt. A file that differs is kept beside
     the new one, and the user is told. Lines may have more entries, which a callback of the user's has added.
     """
-    history = json.loads((checkpoint / TRAINER_STATE).read_text()).get("log_history", [])
+    history = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8")).get("log_history", [])
     wanted = [{"step": entry["step"], **entry} for entry in history if is_metric(entry)]
     path = folder / METRICS
     found = [entry for entry in read_lines(path) if _step(entry) <= step]

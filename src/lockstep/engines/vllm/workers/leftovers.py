@@ -28,7 +28,7 @@ _NAMES = re.compile(r"(sem\.mp-|psm_|vllm)[\w.-]+")
 def owned(folder: Path) -> Iterator[None]:
     """Inside the context, this process is the owner of a folder. At its end, the listed files are removed."""
     # The lock is held before the file has its name, so that nobody takes the folder for one of a dead owner.
-    with (folder / f"{_LOCK}.new").open("w") as lock:
+    with (folder / f"{_LOCK}.new").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         (folder / f"{_LOCK}.new").rename(folder / _LOCK)
         try:
@@ -51,7 +51,9 @@ def note(folder: Path, processes: Iterable[int], without: Iterable[str] = ()) ->
             if found.st_uid == os.geteuid():
                 listed[name] = found.st_ino
     with contextlib.suppress(OSError):
-        (folder / f"{_LIST}.new").write_text("".join(f"{inode} {name}\n" for name, inode in listed.items()))
+        (folder / f"{_LIST}.new").write_text(
+            "".join(f"{inode} {name}\n" for name, inode in listed.items()), encoding="utf-8"
+        )
         (folder / f"{_LIST}.new").rename(folder / _LIST)
 
 
@@ -59,7 +61,7 @@ def shared_by(process: int) -> set[str]:
     """Names of the files in shared memory that a process has mapped; none if the process is gone or another user's."""
     found = set()
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines():
+        for line in Path(f"/proc/{process}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
             path = line.partition("/")[1] + line.partition("/")[2]
             name = path.removeprefix(f"{_SHARED}/")
             # A file whose name was removed has another ending.
@@ -82,7 +84,7 @@ def remove_dead(parent: Path) -> None:
                 continue
             # A folder without a lock belongs to something else.
             lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with os.fdopen(lock) as file:
+            with os.fdopen(lock, encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not _is_used(folder):
                     remove_listed(folder)
@@ -103,7 +105,7 @@ def _environment_of(process: int) -> bytes:
 def _read_list(folder: Path) -> dict[str, int]:
     found = {}
     with contextlib.suppress(OSError):
-        for line in (folder / _LIST).read_text(errors="replace").splitlines():
+        for line in (folder / _LIST).read_text(encoding="utf-8", errors="replace").splitlines():
             inode, _, name = line.partition(" ")
             if inode.isdecimal() and _NAMES.fullmatch(name):
                 found[name] = int(inode)

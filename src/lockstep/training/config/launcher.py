@@ -1,0 +1,71 @@
+"""What `accelerate launch` sets in the environment beside the config: each variable that changes numerics is taken or refused.
+
+transformers and accelerate read these variables on their own, and the trainer would then compute otherwise than its config says.
+FSDP's variables are read by `shards/settings.py`, DeepSpeed's by `shards/zero/settings.py`. torchrun sets only ranks, addresses and
+threads, which are read as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lockstep.errors import InputError
+
+if TYPE_CHECKING:
+    from lockstep.training.config.online_config import OnlineConfig
+
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
+_ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+_YES = ("1", "true", "yes", "on", "y", "t")
+# Variables that switch on what no proof has covered, with what to do instead.
+_REFUSED = {
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not supported; use FSDP2 or DeepSpeed ZeRO-3",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config is not supported; use FSDP2 or DeepSpeed ZeRO-3",
+}
+
+
+def take_launcher(config: OnlineConfig, environment: Mapping[str, str]) -> None:
+    """Give the config what the launcher asks for and the config leaves open.
+
+    Args:
+        config: `bf16` is None if the user has not set it.
+
+    Raises:
+        InputError: a variable contradicts a field, or asks for what is not supported. The error names both.
+    """
+    for name, instead in _REFUSED.items():
+        if environment.get(name, "").lower() in _YES:
+            raise InputError(f"{name}={environment[name]}: {instead}, or unset it")
+    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "")
+    if backend.lower() not in ("", "no"):
+        raise InputError(
+            f"ACCELERATE_DYNAMO_BACKEND={backend} compiles the model, and a compiled forward has not been compared with the "
+            "engine; unset it, or launch with --dynamo_backend no"
+        )
+    _take_precision(config, environment.get(_PRECISION, "").lower())
+    steps = environment.get(_ACCUMULATION, "")
+    # DeepSpeed's own check compares its value.
+    uses_deepspeed = config.deepspeed or environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in _YES
+    if steps and not uses_deepspeed and steps != str(config.gradient_accumulation_steps):
+        raise InputError(
+            f"{_ACCUMULATION}={steps}, and gradient_accumulation_steps is {config.gradient_accumulation_steps}; give the "
+            "number in the config alone"
+        )
+    if environment.get("ACCELERATE_USE_CPU", "").lower() in _YES:
+        config.use_cpu = True
+
+
+def _take_precision(config: OnlineConfig, asked: str) -> None:
+    """`accelerate launch` sets "no" unless it is told otherwise, so that "no" contradicts nothing."""
+    if asked in ("", "no"):
+        return
+    if asked != "bf16":
+        raise InputError(f"{_PRECISION}={asked} is not supported; launch with --mixed_precision bf16 or no")
+    if config.bf16 is None and not config.fp16:
+        config.bf16 = True
+    elif not config.bf16:
+        said = "fp16 is true" if config.fp16 else "bf16 is false"
+        raise InputError(
+            f"{_PRECISION}=bf16, and {said} in the config; set bf16 to true, or launch with --mixed_precision no"
+        )
