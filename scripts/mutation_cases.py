@@ -120,6 +120,7 @@ INPUTS = ("parity/resume/inputs.py", "tests/training/test_proven_resume.py")
 CODE = ("parity/resume/code_digest.py", "tests/parity/test_code_digest.py")
 OWN_FILES = ("parity/resume/own_files.py", "tests/parity/test_code_digest.py")
 MODEL_FILES = ("parity/resume/model_inputs.py", "tests/parity/test_model_inputs.py")
+ADAPTER_FILES = ("models/adapter_files.py", "tests/models/test_adapter_files.py")
 BASE = ("models/base_digest.py", "tests/parity/test_model_inputs.py")
 EARLY_ENDS = "tests/training/test_early_ends.py"
 SCHEDULES = "tests/parity/step/test_schedules.py"
@@ -1294,6 +1295,20 @@ MUTATIONS = [
     _of(MODEL_FILES, "a tokenizer without its merges", "{_RULES: text_digest(inner)}", "{_RULES: ''}"),
     _of(BASE, "a base is its names and shapes", "digest.update(plain.view(torch.uint8).numpy().data)", "pass"),
     _of(BASE, "a base is another one in another dtype", "part.cpu().float() if narrow else part.cpu()", "part.cpu()"),
+    _of(
+        ADAPTER_FILES,
+        "an adapter meets any base",
+        "(found := base_digest(model)) != about.digest",
+        "not base_digest(model)",
+    ),
+    _of(ADAPTER_FILES, "weights that an adapter lacks are zeros", "set(report.missing_keys)", "set()"),
+    _of(ADAPTER_FILES, "weights without a place are dropped", "sorted(report.unexpected_keys)", "[]"),
+    _of(
+        ADAPTER_FILES, "an adapter with NaN is merged", '    check_finite(f"adapter {adapter}", trained.items())\n', ""
+    ),
+    _of(
+        ADAPTER_FILES, "4 bits are merged in full", "dequantised(given) if is_quantised(given) else given", "parameter"
+    ),
     _of(INPUTS, "another base is taken", '        *changed_digests(before["weights"], after["weights"]),\n', ""),
     Mutation(
         "other threads are taken where bits must be equal",
