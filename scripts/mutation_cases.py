@@ -47,6 +47,8 @@ QUANTISED = ("parity/logprobs/quantised_gap.py", "tests/parity/test_quantised_ga
 FILES = ("files.py", "tests/training/test_whole_files.py tests/training/test_checkpoints_and_directory.py")
 LOCK = ("training/run_files/lock.py", "tests/training/test_directory_lock.py")
 RECEIPT = ("parity/receipt.py", "tests/parity/test_handshake_and_receipt.py")
+FIELDS_OF_MODELS = ("engines/model_fields.py", "tests/parity/test_handshake_and_receipt.py")
+TOKENIZER = ("tokens/tokenizer.py", "tests/tokens/test_tokens.py")
 HANDSHAKE = ("parity/handshake.py", "tests/parity/test_handshake_and_receipt.py")
 SAMPLES = (
     "parity/sampling/independent_samples.py",
@@ -1001,6 +1003,26 @@ MUTATIONS = [
         "pass",
     ),
     _of(HANDSHAKE, "an engine of another dtype", 'must("dtype", actual.dtype, expected.dtype)', "pass"),
+    _of(FIELDS_OF_MODELS, "a window of 0 is a window", '"sliding_window": 0, ', ""),
+    _of(
+        FIELDS_OF_MODELS,
+        "a window of 0 is any window",
+        "if part is not None and",
+        'if part is not None and name != "sliding_window" and',
+    ),
+    _of(
+        TOKENIZER,
+        "ids without an embedding are sent",
+        "(largest := int(ids.max())) >= rows",
+        "(largest := int(ids.max())) > rows",
+    ),
+    _of(TOKENIZER, "a pad token without an embedding", "needed is not None and needed >= rows", "False"),
+    _of(
+        ANSWERS,
+        "a request with an id without an embedding",
+        "check_embedded(request.prompt_ids,",
+        "check_embedded(request.prompt_ids * 0,",
+    ),
     _of(HANDSHAKE, "a context that is too short", "if actual.max_model_len < expected.min_model_len:", "if False:"),
     _of(SAMPLES, "copies of one completion", "if repeats and log_chance < math.log(_ALPHA):", "if False:"),
     _of(PAIRS_OF_A_GROUP, "pairs of completions that share their seed", "pays = np.array([", "pays = 0 * np.array(["),
