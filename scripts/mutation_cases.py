@@ -48,6 +48,8 @@ KILLER = ("kill_at_exit.py", "tests/test_kill_at_exit.py")
 FILES = ("files.py", "tests/training/test_whole_files.py tests/training/test_checkpoints_and_directory.py")
 LOCK = ("training/run_files/lock.py", "tests/training/test_directory_lock.py")
 RECEIPT = ("parity/receipt.py", "tests/parity/test_handshake_and_receipt.py")
+FIELDS_OF_MODELS = ("engines/model_fields.py", "tests/parity/test_handshake_and_receipt.py")
+TOKENIZER = ("tokens/tokenizer.py", "tests/tokens/test_tokens.py")
 HANDSHAKE = ("parity/handshake.py", "tests/parity/test_handshake_and_receipt.py")
 SAMPLES = (
     "parity/sampling/independent_samples.py",
@@ -121,6 +123,7 @@ INPUTS = ("parity/resume/inputs.py", "tests/training/test_proven_resume.py")
 CODE = ("parity/resume/code_digest.py", "tests/parity/test_code_digest.py")
 OWN_FILES = ("parity/resume/own_files.py", "tests/parity/test_code_digest.py")
 MODEL_FILES = ("parity/resume/model_inputs.py", "tests/parity/test_model_inputs.py")
+ADAPTER_FILES = ("models/adapter_files.py", "tests/models/test_adapter_files.py")
 BASE = ("models/base_digest.py", "tests/parity/test_model_inputs.py")
 EARLY_ENDS = "tests/training/test_early_ends.py"
 SCHEDULES = "tests/parity/step/test_schedules.py"
@@ -1028,6 +1031,26 @@ MUTATIONS = [
         "pass",
     ),
     _of(HANDSHAKE, "an engine of another dtype", 'must("dtype", actual.dtype, expected.dtype)', "pass"),
+    _of(FIELDS_OF_MODELS, "a window of 0 is a window", '"sliding_window": 0, ', ""),
+    _of(
+        FIELDS_OF_MODELS,
+        "a window of 0 is any window",
+        "if part is not None and",
+        'if part is not None and name != "sliding_window" and',
+    ),
+    _of(
+        TOKENIZER,
+        "ids without an embedding are sent",
+        "(largest := int(ids.max())) >= rows",
+        "(largest := int(ids.max())) > rows",
+    ),
+    _of(TOKENIZER, "a pad token without an embedding", "needed is not None and needed >= rows", "False"),
+    _of(
+        ANSWERS,
+        "a request with an id without an embedding",
+        "check_embedded(request.prompt_ids,",
+        "check_embedded(request.prompt_ids * 0,",
+    ),
     _of(HANDSHAKE, "a context that is too short", "if actual.max_model_len < expected.min_model_len:", "if False:"),
     _of(SAMPLES, "copies of one completion", "if repeats and log_chance < math.log(_ALPHA):", "if False:"),
     _of(PAIRS_OF_A_GROUP, "pairs of completions that share their seed", "pays = np.array([", "pays = 0 * np.array(["),
@@ -1323,6 +1346,20 @@ MUTATIONS = [
     _of(MODEL_FILES, "a tokenizer without its merges", "{_RULES: text_digest(inner)}", "{_RULES: ''}"),
     _of(BASE, "a base is its names and shapes", "digest.update(plain.view(torch.uint8).numpy().data)", "pass"),
     _of(BASE, "a base is another one in another dtype", "part.cpu().float() if narrow else part.cpu()", "part.cpu()"),
+    _of(
+        ADAPTER_FILES,
+        "an adapter meets any base",
+        "(found := base_digest(model)) != about.digest",
+        "not base_digest(model)",
+    ),
+    _of(ADAPTER_FILES, "weights that an adapter lacks are zeros", "set(report.missing_keys)", "set()"),
+    _of(ADAPTER_FILES, "weights without a place are dropped", "sorted(report.unexpected_keys)", "[]"),
+    _of(
+        ADAPTER_FILES, "an adapter with NaN is merged", '    check_finite(f"adapter {adapter}", trained.items())\n', ""
+    ),
+    _of(
+        ADAPTER_FILES, "4 bits are merged in full", "dequantised(given) if is_quantised(given) else given", "parameter"
+    ),
     _of(INPUTS, "another base is taken", '        *changed_digests(before["weights"], after["weights"]),\n', ""),
     Mutation(
         "other threads are taken where bits must be equal",

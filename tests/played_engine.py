@@ -15,6 +15,7 @@ from lockstep.tokens.kept_ids import KeptIds
 
 END = 0
 LETTERS = "_abc"
+VOCABULARY = 384
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -58,7 +59,7 @@ class PlayedEngine:
         return self.versions[min(len(self.rounds), len(self.versions) - 1)]
 
     def settings(self) -> Any:
-        return SimpleNamespace(max_model_len=self.context, vocab_size=384)
+        return SimpleNamespace(max_model_len=self.context, vocab_size=VOCABULARY)
 
     def serve(self, inbox: Inbox) -> None:
         while True:
@@ -66,7 +67,7 @@ class PlayedEngine:
                 if requests is None:
                     return
             for request in requests:
-                check_request(request, self.version, self.context)
+                check_request(request, self.version, self.context, VOCABULARY)
             version = self.version
             self.rounds.append(requests)
             for answer in self.change([self.one(request, version) for request in reversed(requests)]):

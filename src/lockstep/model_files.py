@@ -6,6 +6,7 @@ takes the next line of the standard input for the answer. `tests/models/test_one
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,15 +49,22 @@ def build_empty(kind: Any, config: Any) -> Any:
         raise _about_code(error, str(config.name_or_path)) from error
 
 
-def load_adapter(model: Any, path: str) -> Any:
-    """A loaded model with a saved adapter on it. Importing PEFT takes seconds, and few callers need it.
+def load_adapter(model: Any, path: str) -> tuple[Any, Any]:
+    """A loaded model with a saved adapter on it, which can be trained. Importing PEFT takes seconds, and few callers need it.
+
+    Returns:
+        The `peft.PeftModel`, and torch's report of what the file lacks and what the model has no place for.
 
     Raises:
         OSError, ValueError, ...: as `PeftModel.from_pretrained`. PEFT runs no code that comes with an adapter.
     """
-    from peft import PeftModel
+    from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 
-    return PeftModel.from_pretrained(model, path)
+    with warnings.catch_warnings():
+        # PEFT only warns of missing weights, and is silent about foreign ones. Its report has both.
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")
+        adapted = PeftModel.from_pretrained(model, path, is_trainable=True)
+    return adapted, set_peft_model_state_dict(adapted, load_peft_weights(path, device="cpu"))
 
 
 @contextmanager

@@ -175,6 +175,10 @@ def test_requests_are_refused_before_any_is_started() -> None:
     with pytest.raises(InputError, match="p1 has 3 tokens"):
         check_requests([request(1)], 3, 6, 400)
     check_requests([request(1)], 3, 7, 400)
+    largest = int(request(1).prompt_ids.max())
+    check_requests([request(1)], 3, 7, largest + 1)
+    with pytest.raises(InputError, match=f"p1 has token id {largest} but the model embeds only {largest} tokens"):
+        check_requests([request(1)], 3, 7, largest)
 
 
 def test_seeds_differ_by_run_version_prompt_and_sample() -> None:

@@ -66,9 +66,10 @@ def test_t5_a_rollout_cut_at_the_limit_ends_there(stage: Stage) -> None:
         assert sequence.prompt_ids.tolist() == completions[sequence.name].prompt_ids.tolist()
 
 
-def test_t6_added_tokens_are_refused() -> None:
+def test_t6_an_added_token_that_would_be_used_is_refused() -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens([f"<extra{i}>" for i in range(200)])
+    tokenizer.pad_token = "<extra199>"
     with pytest.raises(InputError, match="embeds only 384 tokens"):
         fit_vocabulary(make_model(), tokenizer)
 

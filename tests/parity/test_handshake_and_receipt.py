@@ -67,6 +67,42 @@ def test_an_engine_must_be_able_to_sample_what_the_run_asks_for() -> None:
             check_settings(asked, replace(able, **lacking))  # type: ignore[arg-type]
 
 
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("ours", "engines"),
+    [
+        ({"sliding_window": 0}, {"sliding_window": None}),
+        ({"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}, {"rope_parameters": ROPE}),
+        ({"rope_parameters": {"full": ROPE | {"factor": None}}}, {"rope_parameters": {"full": ROPE}}),
+        ({"partial_rotary_factor": None}, {"partial_rotary_factor": 1.0}),
+        ({"vision_config.sliding_window": None}, {"vision_config.sliding_window": 0}),
+        ({"mlp_only_layers": [0]}, {"mlp_only_layers": [0]}),
+    ],
+)
+def test_two_spellings_of_one_setting_are_one(ours: dict[str, object], engines: dict[str, object]) -> None:
+    check_settings(replace(EXPECTED, model_config=ours), replace(ACTUAL, model_config=engines))
+    check_settings(replace(EXPECTED, model_config=engines), replace(ACTUAL, model_config=ours))
+
+
+@pytest.mark.parametrize(
+    ("ours", "engines"),
+    [
+        ({"sliding_window": 0}, {"sliding_window": 8}),
+        ({"sliding_window": None}, {"sliding_window": 8}),
+        ({"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, {"rope_parameters": ROPE}),
+        ({"num_experts": 0}, {"num_experts": None}),
+        ({"mlp_only_layers": [0]}, {"mlp_only_layers": []}),
+        ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}),
+    ],
+)
+def test_another_meaning_is_a_difference(ours: dict[str, object], engines: dict[str, object]) -> None:
+    for one, other in ((ours, engines), (engines, ours)):
+        with pytest.raises(ProofError, match="of the model's config is "):
+            check_settings(replace(EXPECTED, model_config=one), replace(ACTUAL, model_config=other))
+
+
 def test_all_differences_are_named_at_once() -> None:
     with pytest.raises(ProofError, match=r"model is .*vocab_size is .*logprobs_mode is "):
         check_settings(EXPECTED, replace(ACTUAL, model="x", vocab_size=1, logprobs_mode="raw_logprobs"))

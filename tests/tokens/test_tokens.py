@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from tiny import make_model, make_tokenizer
 
+from lockstep import GRPOConfig
 from lockstep.errors import InputError
+from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.tokens.chat import render_prompt
 from lockstep.tokens.tokenizer import embedding_rows, fit_vocabulary, guard_tokenizer, load_tokenizer
+from lockstep.training.data.prompts import read_prompts
 
 
 def test_a_missing_pad_token_becomes_the_end_token_and_the_vocabulary_stays() -> None:
@@ -22,12 +27,35 @@ def test_a_missing_pad_token_becomes_the_end_token_and_the_vocabulary_stays() ->
     assert (len(tokenizer), embedding_rows(model)) == (size, rows)
 
 
-def test_added_tokens_without_an_embedding_are_refused() -> None:
-    tokenizer, model = make_tokenizer(), make_model()
-    tokenizer.add_tokens([f"<new{i}>" for i in range(100)])
+def test_tokens_without_an_embedding_are_taken_with_a_word_and_refused_where_they_are_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer, model = guard_tokenizer(make_tokenizer()), make_model()
+    rows = embedding_rows(model)
+    fit_vocabulary(model, tokenizer)
+    assert not caplog.text
+    tokenizer.add_tokens([f"<new{i}>" for i in range(rows - len(tokenizer) + 2)])
+    fit_vocabulary(model, tokenizer)
+    assert "has 2 tokens that the model cannot embed" in caplog.text
+    assert embedding_rows(model) == rows
+    first, second = sorted(i for i in tokenizer.get_vocab().values() if i >= rows)
+    assert (first, second) == (rows, rows + 1)
+    config = GRPOConfig(output_dir="unused", max_completion_length=4, bf16=False)
+    (last,) = (token for token, i in tokenizer.get_vocab().items() if i == rows - 1)
+    (beyond,) = (token for token, i in tokenizer.get_vocab().items() if i == rows)
+    for text in (last, beyond):
+        data = {"train": Dataset.from_dict({"prompt": ["what is 1 + 1", f"what {text}"]})}
+        with nullcontext() if text == last else pytest.raises(InputError, match=f"train/1 has token id {rows} but"):
+            read_prompts(data, tokenizer, 64, config, Ranks(60.0), vocabulary=rows)
+
+
+@pytest.mark.parametrize("name", ["pad_token", "eos_token"])
+def test_a_special_token_without_an_embedding_is_refused(name: str) -> None:
+    tokenizer, model = guard_tokenizer(make_tokenizer()), make_model()
+    tokenizer.add_tokens([f"<new{i}>" for i in range(400)])
+    setattr(tokenizer, name, "<new399>")
     with pytest.raises(InputError, match="embeds only 384 tokens"):
         fit_vocabulary(model, tokenizer)
-    assert embedding_rows(model) == 384
 
 
 def test_a_tokenizer_without_an_end_token_is_refused() -> None:

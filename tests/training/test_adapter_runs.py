@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallba
 from lockstep import GRPOConfig, GRPOTrainer, OnlineDPOConfig, OnlineDPOTrainer
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
+from lockstep.models.adapter_files import Base, read_base
 from lockstep.models.adapters import is_adapted
+from lockstep.models.base_digest import base_digest
 from lockstep.models.quantised import is_quantised
 from lockstep.sync.adapters.merged import weights_of
 
@@ -162,6 +164,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_plain_peft_loads_it(
     plain = AutoModelForCausalLM.from_pretrained(untied_dir, dtype=torch.float32)
     loaded = peft.PeftModel.from_pretrained(plain, saved)
     assert weights_of(loaded).manifest(0).digest == weights_of(run.model).manifest(0).digest
+    assert read_base(saved) == Base(base_digest(plain), "float32")
 
 
 def test_a_model_that_comes_with_its_adapter_is_trained_on(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:

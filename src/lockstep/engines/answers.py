@@ -14,6 +14,7 @@ from lockstep.engines.filters.kept_sets import check_kept_ids
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.arrays import Ids
+from lockstep.tokens.tokenizer import check_embedded
 
 
 def check_requests(
@@ -37,19 +38,20 @@ def check_requests(
         if request.key in seen:
             raise InputError(f"request {request.key} occurs twice in one batch")
         seen.add(request.key)
-        check_request(request, version, max_model_len)
+        check_request(request, version, max_model_len, vocab_size)
 
 
-def check_request(request: GenerationRequest, version: int | None, max_model_len: int) -> None:
+def check_request(request: GenerationRequest, version: int | None, max_model_len: int, vocab_size: int) -> None:
     """Refuse a request that cannot be answered. Its sampling settings were already checked when the generation began.
 
     Raises:
         ProofError: no weight version is committed.
-        InputError: the prompt is empty, or prompt and completion do not fit the context.
+        InputError: the prompt is empty or has a token that the model cannot embed, or prompt and completion do not fit the context.
     """
     _check_committed(version, "generate")
     if not len(request.prompt_ids):
         raise InputError(f"prompt {request.key.prompt_id} has no tokens")
+    check_embedded(request.prompt_ids, vocab_size, f"prompt {request.key.prompt_id}")
     if max_model_len - len(request.prompt_ids) < request.sampling.max_tokens:
         raise InputError(
             f"prompt {request.key.prompt_id} has {len(request.prompt_ids)} tokens: with up to "

@@ -7,6 +7,7 @@ between machines, and they do not describe the computation.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 # Fields that do not change what a model computes, or that only say where it came from.
@@ -35,11 +36,36 @@ NOT_COMPARED = {
     "use_cache",
 }
 
+# Values that say the same as a field that is not there.
+_DEFAULTS = {"sliding_window": 0, "partial_rotary_factor": 1.0}
+_NONE = object()
+
 
 def model_fields(config: Any) -> dict[str, Any]:
     """The fields of a transformers config that describe the model's computation, as JSON types."""
     fields = {k: v for k, v in config.to_dict().items() if k not in NOT_COMPARED and "dropout" not in k}
     return json.loads(json.dumps(fields, default=str, sort_keys=True))
+
+
+def one_spelling(value: Any) -> Any:
+    """A config's fields in one spelling, so that two programs that mean the same have the same.
+
+    A field with None is one that is not there, also inside `rope_parameters`. A window of 0 is none (transformers writes it for
+    Qwen2-MoE, vLLM replaces it). A rotary factor of 1.0 is the default.
+
+    Args:
+        value: the result of `model_fields`, or a part of it.
+    """
+    if isinstance(value, list):
+        return [one_spelling(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    fields = {name: one_spelling(part) for name, part in value.items()}
+    return {
+        name: part
+        for name, part in fields.items()
+        if part is not None and _DEFAULTS.get(name.rpartition(".")[2], _NONE) != part
+    }
 
 
 def fields_of_parts(text: Any, whole: Any) -> dict[str, Any]:

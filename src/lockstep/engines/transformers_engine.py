@@ -161,7 +161,7 @@ class TransformersEngine:
                 if requests is None:
                     return
             for request in requests:
-                check_request(request, self._version, self._max_model_len)
+                check_request(request, self._version, self._max_model_len, self._vocab_size)
             self._round(requests, inbox)
             inbox.settle()
 

@@ -42,6 +42,22 @@ def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str
         raise InputError(f"{what}: its files {summary}. Copy or save the model again, or correct its config.json")
 
 
+def refuse_adapter(what: str, model: torch.nn.Module) -> None:
+    """Refuse a model whose files are an adapter's. transformers loads the adapter and its base; an engine loads one of them.
+
+    Args:
+        what: the model, for the message.
+        model: the loaded model.
+
+    Raises:
+        InputError: an adapter was loaded into the model.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise InputError(
+            f"{what} is an adapter, not a whole model: make one with 'lockstep merge ADAPTER FOLDER', and give FOLDER"
+        )
+
+
 def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse weights that contain NaN or infinity. This reads the weights once, and makes no copy.
 

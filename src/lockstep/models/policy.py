@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from lockstep.errors import InputError
 from lockstep.model_files import load_files
-from lockstep.models.loaded_checks import refuse_incomplete
+from lockstep.models.loaded_checks import refuse_adapter, refuse_incomplete
 from lockstep.models.vision import model_class
 
 # The errors that libraries raise for a damaged or foreign file. Which one it is depends on the wrong bytes.
@@ -32,9 +32,9 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     With a `quantization_config` in `model_init_kwargs`, full-precision weights are quantised when they are loaded.
 
     Raises:
-        InputError: the directory or id holds no causal language model; its files lack a tensor, or hold a tensor that does not
-            belong to the model; its weights are stored quantised (an engine would load the quantised weights); or an argument is
-            refused.
+        InputError: the directory or id holds no causal language model, or an adapter; its files lack a tensor, or hold a tensor
+            that does not belong to the model; its weights are stored quantised (an engine would load the quantised weights); or an
+            argument is refused.
     """
     check_init_kwargs(model_init_kwargs or {})
     kwargs = {"dtype": torch.float32, **(model_init_kwargs or {})}
@@ -49,6 +49,7 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
         if isinstance(error, InputError):
             raise
         raise InputError(f"cannot load a causal language model from {path}: {first_line(error)}") from error
+    refuse_adapter(f"model {path}", model)
     refuse_incomplete(f"model {path}", report)
     return model
 

@@ -23,7 +23,7 @@ def resolve_model(name: str) -> str:
         An absolute directory for the first two; a hub id is returned unchanged.
 
     Raises:
-        InputError: the name looks like a path and is not a model directory.
+        InputError: the name looks like a path and is not a model directory, or the directory holds an adapter.
     """
     if not name:
         raise InputError(
@@ -33,6 +33,12 @@ def resolve_model(name: str) -> str:
         return str(packaged_model_dir())
     path = expanded(name)
     if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            # transformers would load the adapter too, and vLLM would not.
+            raise InputError(
+                f"{path} holds an adapter (adapter_config.json), not a whole model: make one with 'lockstep merge {path} FOLDER', "
+                "and give FOLDER"
+            )
         if not (path / "config.json").is_file():
             raise InputError(f"model directory {path} has no config.json; give the directory of a saved model")
         return str(path.resolve())

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from lockstep.errors import InputError
 from lockstep.model_files import load_files
-from lockstep.models.loaded_checks import check_finite, refuse_incomplete
+from lockstep.models.loaded_checks import check_finite, refuse_adapter, refuse_incomplete
 from lockstep.models.policy import BAD_FILES, first_line, switch_off_dropout
 
 # Largest number of tokens in one forward pass, with padding. It limits the memory of activations. A longer text is a batch alone.
@@ -154,6 +154,7 @@ def load_reward_model(path: str) -> PreTrainedModel:
         if isinstance(error, InputError):
             raise
         raise InputError(f"cannot load a reward model with one output from {path}: {first_line(error)}") from error
+    refuse_adapter(f"reward model {path}", model)
     # The files of a classifier that was made from a language model may still have that model's output head.
     refuse_incomplete(f"reward model {path} (with one output)", report, unused=("lm_head.",))
     return model

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.model_fields import fields_of_parts
+from lockstep.engines.model_fields import fields_of_parts, one_spelling
 from lockstep.engines.protocol import EngineSettings, Sampling
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import ProofError
@@ -93,8 +93,10 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
     must("quantization", actual.quantization, expected.quantization)
     if expected.pictures:
         must("mm_device_do_normalize", actual.normalises_pixels, False)
+    ours, theirs = one_spelling(expected.model_config), one_spelling(actual.model_config)
     for name in sorted(expected.model_config.keys() & actual.model_config.keys()):
-        must(f"{name} of the model's config", actual.model_config[name], expected.model_config[name])
+        if ours.get(name) != theirs.get(name):
+            must(f"{name} of the model's config", actual.model_config[name], expected.model_config[name])
     must("sampling defaults", dict(actual.sampling_defaults), {})
     if expected.sampling is not None and expected.sampling.is_filtered:
         must("kept_ids (the report of what top-k, top-p and min-p keep)", actual.kept_ids, True)

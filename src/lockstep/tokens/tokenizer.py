@@ -6,6 +6,7 @@ Embeddings are never resized. If there is no pad token, an existing token become
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -13,6 +14,9 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.model_files import load_files
+from lockstep.tokens.arrays import Ids
+
+_logger = logging.getLogger(__name__)
 
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 
@@ -61,21 +65,45 @@ def embedding_rows(model: PreTrainedModel) -> int:
 
 
 def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that every id of the tokenizer has an embedding, and write the pad id into the model's config.
+    """Check that the tokenizer's special ids have embeddings, and write the pad id into the model's config.
 
-    Usually the tokenizer is smaller than the embedding, whose rows are padded to a round number. A larger tokenizer has added
-    tokens without an embedding, which neither the model nor an engine can compute with.
+    Usually the tokenizer is smaller than the embedding, whose rows are padded to a round number. A larger tokenizer has tokens
+    without an embedding, which neither the model nor an engine can compute with. Some published models have one that no text gives
+    (Gemma 3: the token of an image). Therefore a prompt that has such a token is refused (`check_embedded`), and not the tokenizer.
 
     Raises:
-        InputError: the tokenizer has ids that the model cannot embed.
+        InputError: the model cannot embed the pad token or the end token.
     """
     rows = embedding_rows(model)
-    largest = max(tokenizer.get_vocab().values())
-    if largest >= rows:
-        raise InputError(
-            f"the tokenizer has token id {largest} but the model embeds only {rows} tokens: remove the added tokens "
-            "(embeddings are never resized here: the engine would keep the old vocabulary)"
+    for title, needed in (("pad", tokenizer.pad_token_id), ("end-of-sequence", tokenizer.eos_token_id)):
+        if needed is not None and needed >= rows:
+            raise InputError(
+                f"the tokenizer's {title} token has id {needed} but the model embeds only {rows} tokens: give the tokenizer a "
+                "token that the model has (embeddings are never resized here: the engine would keep the old vocabulary)"
+            )
+    if beyond := sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= rows):
+        _logger.warning(
+            f"the tokenizer has {len(beyond)} tokens that the model cannot embed ({beyond[0][1]!r} with id {beyond[0][0]} first; "
+            f"the model embeds {rows}): a prompt with one of them is refused"
         )
     model.config.pad_token_id = tokenizer.pad_token_id
     if model.generation_config is not None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def check_embedded(ids: Ids, rows: int, what: str) -> None:
+    """Refuse ids that a model has no embedding for.
+
+    Args:
+        ids: (n,) at least one id.
+        rows: number of ids that the model embeds.
+        what: where the ids come from, for the message.
+
+    Raises:
+        InputError: an id has no embedding.
+    """
+    if (largest := int(ids.max())) >= rows:
+        raise InputError(
+            f"{what} has token id {largest} but the model embeds only {rows} tokens: take the text of that token out, or remove "
+            "the token from the tokenizer (embeddings are never resized here: the engine would keep the old vocabulary)"
+        )

@@ -36,15 +36,15 @@ def tokenizer_guards(stage: Stage) -> list[Row]:
 
 
 def vocabulary(stage: Stage) -> list[Row]:
-    """Every tokenizer id has an embedding, and model and engine have equally many."""
+    """Model and engine embed equally many ids, and the tokenizer's pad and end tokens are among them."""
     largest, rows = max(stage.tokenizer.get_vocab().values()), embedding_rows(stage.model)
     engine = stage.engine.settings().vocab_size
     return [
         Row(
             "vocabulary",
             f"tokenizer ids to {largest}, model {rows}, engine {engine}",
-            "ids < model = engine",
-            largest < rows == engine,
+            "pad, end < model = engine",
+            max(stage.tokenizer.pad_token_id, *end_ids(stage.model, stage.tokenizer)) < rows == engine,
             "give trainer and engine the same model directory, with its own tokenizer; never resize embeddings",
         )
     ]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from lockstep.cli.words import WordParser
 from lockstep.errors import InputError, writing
 from lockstep.files import making_folder
-from lockstep.report.say import say
+from lockstep.report.say import complain, say
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -18,14 +17,18 @@ def run(words: list[str]) -> int:
     """Merge and save.
 
     Raises:
-        InputError: there is no adapter, its base model cannot be loaded, or the folder exists.
+        InputError: there is no adapter, its base model cannot be loaded or is not the one that it was trained on, its file is not
+            whole, or the folder exists.
     """
     parser = WordParser(prog="lockstep merge", description=__doc__)
     parser.add_argument("adapter", metavar="ADAPTER", help="checkpoint of a run with use_peft")
     parser.add_argument("folder", metavar="FOLDER", help="directory to write; it must not exist")
+    parser.add_argument(
+        "--base", metavar="MODEL", help="name or directory of the base model; default: the one that the adapter names"
+    )
     asked = parser.parse_args(words)
     adapter, folder = Path(asked.adapter), Path(asked.folder)
-    base = _base_of(adapter)
+    base = asked.base or _base_of(adapter)
     if folder.exists():
         raise InputError(f"{folder} exists; give another folder")
     from lockstep.cli.process.quiet import quiet_libraries
@@ -37,11 +40,15 @@ def run(words: list[str]) -> int:
             quiet_libraries()
             from transformers import AutoTokenizer
 
-            from lockstep.model_files import load_adapter, load_files
-            from lockstep.models.policy import load_policy
+            from lockstep.model_files import load_files
+            from lockstep.models.adapter_files import BASE_FILE, load_adapted
             from lockstep.models.resolve import resolve_model
         with busy(f"loading {base}"):
-            model: Any = load_adapter(load_policy(resolve_model(base)), str(adapter))
+            model, is_compared = load_adapted(resolve_model(base), adapter)
+        if not is_compared:
+            complain(
+                f"lockstep: {adapter} has no {BASE_FILE}: nothing says whether {base} is the base that the adapter was trained on"
+            )
         with (
             busy(f"writing {folder}"),
             writing("the merged model", folder, lambda: "make room, and start the same command again"),

@@ -149,7 +149,8 @@ class VLLMServer:
         """Send each request in a separate call. Weights may be pushed meanwhile."""
 
         def begin(request: GenerationRequest) -> Callable[[], Sequence[int]]:
-            check_request(request, self._version, self._settings.max_model_len)
+            settings = self._settings
+            check_request(request, self._version, settings.max_model_len, settings.vocab_size)
             since = len(self._committed) - 1
             return lambda: self._committed[since:]
 

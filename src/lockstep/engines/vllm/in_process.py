@@ -217,7 +217,7 @@ class VLLMInProcess:
                     if requests is None:
                         return
                     for request in requests:
-                        check_request(request, self._version, self._max_model_len)
+                        check_request(request, self._version, self._max_model_len, self._vocab_size)
                         held[str(request.key)] = request
                         limits[str(request.key)] = inbox.now() + (inbox.limit or self._timeout)
                         params = sampling_params(request, partial=inbox.is_watched(request.key))

@@ -21,6 +21,7 @@ from lockstep.rollouts.group import Prompt
 from lockstep.tokens.arrays import whole_numbers
 from lockstep.tokens.chat import is_conversational, render_prompt, template_of, with_joined_text
 from lockstep.tokens.conversation.template import Template
+from lockstep.tokens.tokenizer import check_embedded
 from lockstep.training.config.online_config import OnlineConfig
 
 _logger = logging.getLogger(__name__)
@@ -151,6 +152,8 @@ def read_prompts(
     ranks: Ranks,
     ids_of: IdsOf | None = None,
     images: ImagePrompts | None = None,
+    *,
+    vocabulary: int,
 ) -> dict[str, list[Prompt]]:
     """The prompts of each dataset. Every rank calls this and reads them; the ranks compare what they have read.
 
@@ -160,9 +163,11 @@ def read_prompts(
         datasets: by the name that their prompts get.
         longest: number of tokens that prompt and completion may have together.
         ids_of, images: as in `load_prompts`.
+        vocabulary: number of ids that the model embeds.
 
     Raises:
-        InputError: on every rank; a rank cannot use its data (see `load_prompts`), or two ranks have different prompts.
+        InputError: on every rank; a rank cannot use its data (see `load_prompts`), a prompt has a token without an
+            embedding, or two ranks have different prompts.
     """
     room, arguments = longest - config.completion_limit, config.chat_template_kwargs
     found: dict[str, list[Prompt]] = {}
@@ -178,6 +183,8 @@ def read_prompts(
                 ids_of=ids_of,
                 images=images,
             )
+        for prompt in (p for prompts in found.values() for p in prompts):
+            check_embedded(prompt.ids, vocabulary, f"prompt {prompt.prompt_id}")
         return digest_of_prompts([p for prompts in found.values() for p in prompts])
 
     parts = [read()] if ranks.count == 1 else ranks.share("prompts", read)

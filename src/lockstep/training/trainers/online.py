@@ -37,6 +37,7 @@ from lockstep.rollouts.programs.rollout_func import Bounds
 from lockstep.rollouts.scores.reward_functions import Given, ProcessingClasses, entries_of, reward_scorer
 from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.tokens.end import end_ids
+from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.data.given_data import SINGLE, GivenData, read_data
@@ -214,7 +215,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         if self.rollout_tools is not None:
             self.rollout_tools.open(tokenizer, ends, images)
             ids_of = self.rollout_tools.prompt_ids
-        prompts = read_prompts(data.named, tokenizer, context, args, self.ranks, ids_of, images)
+        vocabulary = embedding_rows(policy)
+        prompts = read_prompts(data.named, tokenizer, context, args, self.ranks, ids_of, images, vocabulary=vocabulary)
         longest = max(len(p.ids) for own in prompts.values() for p in own) + args.completion_limit
         self._train_prompts = prompts.pop("train")
         self._eval_prompts = prompts
@@ -223,7 +225,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             # they fit.
             longest = min(longest + args.completion_limit, context)
         self._prompts_of = lambda later, engines: read_prompts(
-            later, tokenizer, min(context, engines), args, self.ranks, ids_of, images
+            later, tokenizer, min(context, engines), args, self.ranks, ids_of, images, vocabulary=vocabulary
         )
         check_scorable(causal_model(policy))
         self.objective.router_coefficient = router_coefficient(policy, args)
@@ -277,7 +279,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                 part.to(self.args.device)
         # One more token if the model allows it: an engine scores a sequence only if one more token fits behind it.
         max_model_len = context if args.context_limit else min(longest + 1, context)
-        bounds = Bounds(policy.get_input_embeddings().weight.shape[0], args.completion_limit, max_model_len, ends)
+        bounds = Bounds(vocabulary, args.completion_limit, max_model_len, ends)
         self.source = RolloutSource(
             policy,
             scorer,

@@ -19,6 +19,7 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from lockstep.errors import InputError, LockstepError, writing
 from lockstep.files import replacing
+from lockstep.models.adapter_files import write_base
 from lockstep.models.adapters import is_adapted
 from lockstep.models.policy import BAD_FILES, first_line
 from lockstep.parity.receipt import RECEIPT
@@ -44,7 +45,7 @@ from lockstep.training.run_files.checkpoints import (
     staging_place,
 )
 from lockstep.training.run_files.method_state import MethodState
-from lockstep.training.run_files.run_identity import changed_fields, has_other_base
+from lockstep.training.run_files.run_identity import BASE, changed_fields, has_other_base
 from lockstep.training.run_files.whole_run import check_checkpoint, optimizer_lines
 from lockstep.training.step.distributed import check_shards
 
@@ -205,6 +206,9 @@ class WholeCheckpoints(Trainer):
             kept = [name for name, p in named.items() if p.requires_grad or not is_adapted(policy)]
             state_dict = {name: source.tensor(name).cpu() for name in kept}
         super()._save(output_dir, state_dict)
+        if is_adapted(policy := self.trained_by_name()["policy"]):
+            digest = self.inputs["model"]["weights"][BASE]
+            write_base(Path(output_dir or self.args.output_dir or "."), policy, digest)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.ranks.passes is None:
