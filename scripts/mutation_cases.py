@@ -3514,4 +3514,11 @@ MUTATIONS = [
         "not isinstance",
         "tests/training/test_checkpoints_and_directory.py::test_whatever_a_library_raises_on_a_full_disk_is_one_line",
     ),
+    Mutation(
+        "data: a name is no pattern",
+        "tasks/data.py",
+        "data_files=glob.escape(str(file))",
+        "data_files=str(file)",
+        "tests/tasks/test_tasks.py::test_a_name_of_data_is_no_pattern",
+    ),
 ]

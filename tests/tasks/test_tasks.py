@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
+from lockstep.cli.fields.inputs import factory_names
 from lockstep.errors import InputError
 from lockstep.rollouts.programs.environment_process import in_process
 from lockstep.tasks.arithmetic import KINDS, arithmetic
@@ -127,6 +128,40 @@ def test_own_data_is_read_from_every_format(tmp_path: Path, suffix: str) -> None
     assert set(found.train["prompt"]).isdisjoint(found.evaluation["prompt"])
     assert set(found.train["prompt"]) | set(found.evaluation["prompt"]) == set(data["prompt"])
     assert not found.rewards
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "dir"])
+def test_a_name_of_data_is_no_pattern(tmp_path: Path, suffix: str) -> None:
+    # As a pattern, every first name here is the second one's too.
+    for name, other in (("a[1]", "a1"), ("b*", "bb"), ("c?", "cc"), ("d]e{f}~", "d")):
+        for text in (other, name):
+            (folder := tmp_path / suffix / text).mkdir(parents=True)
+            data, path = Dataset.from_dict({"prompt": [text]}), folder / f"rows[{suffix}].{suffix}"
+            if suffix == "dir":
+                data.save_to_disk(path)
+            else:
+                getattr(data, f"to_{suffix.removesuffix('l')}")(path)
+        assert load(str(path)).train["prompt"][:] == [name]
+
+
+def test_data_behind_two_colons_is_refused_and_not_read_from_another_place(tmp_path: Path) -> None:
+    for name in ("e", "d"):
+        Dataset.from_dict({"prompt": [name]}).save_to_disk(tmp_path / name)
+    (tmp_path / "e").rename(tmp_path / "d::e")
+    with pytest.raises(InputError, match="rename that file or folder"):
+        load(str(tmp_path / "d::e"))
+
+
+def test_a_function_is_found_in_the_home_directory_and_behind_an_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "lr=1").mkdir()
+    (tmp_path / "lr=1" / "mine.py").write_text("def half(completions, **_):\n    return [0.5] * len(completions)\n")
+    assert load_reward("~/lr=1/mine.py:half")(completions=["a"]) == [0.5]
+    place = f"{tmp_path}/lr=1/mine.py:half"
+    assert factory_names([place]) == {None: place}
+    assert factory_names([f"x={place}", "y=b.c"]) == {"x": place, "y": "b.c"}
 
 
 @pytest.mark.parametrize(

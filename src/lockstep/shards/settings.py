@@ -64,7 +64,7 @@ def take_settings(fsdp: Any, config: Any, environment: MutableMapping[str, str])
 def _fields(fsdp: Any, config: Any) -> dict[str, Any]:
     if isinstance(config, str):
         try:
-            config = json.loads(Path(config).read_text())
+            config = json.loads(Path(config).expanduser().read_text())
         except (OSError, ValueError) as error:
             raise InputError(f"fsdp_config {config} cannot be read: {error}") from error
     found = {str(name).removeprefix("fsdp_"): value for name, value in dict(config or {}).items()}

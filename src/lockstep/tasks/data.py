@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,10 +88,14 @@ def load_data(
 
 def _load_split(name: str, subset: str | None, split: str) -> Dataset:
     path = Path(name).expanduser()
+    if "::" in name and path.exists():
+        # `datasets` reads the part before it alone: another file, or none.
+        raise InputError(f"{path}: the data cannot be read from a path with '::' in it; rename that file or folder")
     try:
         if (file := data_file(name)) is not None:
             _no_split(name, split)
-            return load_dataset(READERS[file.suffix], data_files=str(file), split="train")
+            # `datasets` reads a name of a file as a pattern.
+            return load_dataset(READERS[file.suffix], data_files=glob.escape(str(file)), split="train")
         if path.is_dir():
             saved = load_from_disk(str(path))
             if isinstance(saved, DatasetDict):

@@ -51,6 +51,9 @@ def factory_names(entries: list[str] | None) -> dict[str | None, str]:
     found: dict[str | None, str] = {}
     for entry in entries or ():
         name, equals, place = entry.partition("=")
+        if "/" in name:
+            # The sign belongs to the path.
+            name, equals, place = entry, "", ""
         key = name if equals else None
         if key in found or (key is None and len(entries or ()) > 1):
             raise InputError(

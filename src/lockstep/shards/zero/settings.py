@@ -163,7 +163,7 @@ def _read(given: Any) -> dict[str, Any]:
         return dict(given)
     text = str(given)
     try:
-        found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        found = json.loads(text if text.lstrip().startswith("{") else Path(text).expanduser().read_text())
     except (OSError, ValueError) as error:
         raise InputError(f"deepspeed={text[:200]} cannot be read: {error}") from error
     if not isinstance(found, dict):
