@@ -3517,8 +3517,36 @@ MUTATIONS = [
     Mutation(
         "data: a name is no pattern",
         "tasks/data.py",
-        "data_files=glob.escape(str(file))",
-        "data_files=str(file)",
+        "glob.escape(str(file))",
+        "str(file)",
         "tests/tasks/test_tasks.py::test_a_name_of_data_is_no_pattern",
+    ),
+    Mutation(
+        "ends: a stop string may be a special token",
+        "rollouts/driver.py",
+        "skip_special_tokens=not special)",
+        "skip_special_tokens=True)",
+        "tests/parity/test_ends.py::test_a_stop_string_may_be_a_special_token",
+    ),
+    Mutation(
+        "data: a key that is None is not there",
+        "tokens/chat.py",
+        "for name, entry in value.items() if entry is not None}",
+        "for name, entry in value.items()}",
+        "tests/training/test_prompts_and_generation.py::test_a_key_that_only_other_messages_have_is_not_there",
+    ),
+    Mutation(
+        "files: NaN is null in a run's files",
+        "files.py",
+        "not math.isfinite(value) else value",
+        "math.isinf(value) else value",
+        "tests/training/test_run_files.py::test_the_files_of_a_run_are_json_where_a_figure_is_nan",
+    ),
+    Mutation(
+        "metrics: a function's mean is over its scores",
+        "training/generate/metrics.py",
+        "        if len(given):\n",
+        "        if True:\n",
+        "tests/training/test_prompts_and_generation.py::test_the_mean_of_a_function_is_over_its_scores_and_absent_without_any",
     ),
 ]
