@@ -87,7 +87,9 @@ class OnlineConfig(
     shuffle_dataset: bool = field(default=True, metadata=doc("Shuffle the training prompts every epoch."))
 
     temperature: float = field(default=1.0, metadata=doc("Sampling temperature; the trainer scores the same."))
-    stop_strings: list[str] | None = field(default=None, metadata=doc("Strings that end a completion."))
+    stop_strings: list[str] | None = field(
+        default=None, metadata=doc("Strings that end a completion. Special tokens may be among them.")
+    )
 
     reward_weights: list[float] | None = field(
         default=None, metadata=doc("One weight per reward function; default: 1 each.")
