@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from lockstep.errors import InputError
 
@@ -93,7 +93,8 @@ def _split_of(path: Path) -> str | None:
 
 def opened(path: Path) -> IO[bytes]:
     """A data file for reading, unpacked."""
-    return gzip.open(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb")
+    is_packed = path.name.lower().endswith(".gz")
+    return cast("IO[bytes]", gzip.open(path, "rb")) if is_packed else path.open("rb")
 
 
 def broken_line(path: Path) -> str | None:
