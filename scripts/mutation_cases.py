@@ -3522,6 +3522,14 @@ MUTATIONS = [
         "tests/tasks/test_tasks.py::test_a_name_of_data_is_no_pattern",
     ),
     Mutation(
+        "prompts: special tokens can be switched off",
+        "tokens/chat.py",
+        "tokenizer(prompt, add_special_tokens=add_special_tokens)",
+        "tokenizer(prompt)",
+        "tests/training/test_prompts_and_generation.py::"
+        "test_special_tokens_that_nobody_asked_for_are_said_and_can_be_switched_off",
+    ),
+    Mutation(
         "ends: a stop string may be a special token",
         "rollouts/driver.py",
         "skip_special_tokens=not special)",

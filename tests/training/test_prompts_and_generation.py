@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from tiny import make_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.training.data.prompts import check_dataset, load_prompts
+from lockstep.training.data.prompts import check_dataset, load_prompts, tell_added
 from lockstep.training.generate.metrics import mean_with_interval, rollout_metrics
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
@@ -108,6 +109,32 @@ def test_a_truncated_completion_is_masked_by_the_engines_finish_reason() -> None
         scored([[1.0, 0.0], [3.0, 2.0]], [[2, 4], [1, 3]], {(0, 1)}), GRPOObjective(config), version=5
     )
     assert [s.weight for s in generation.micro_batches[0]] == pytest.approx([1 / 6, 0.0, 1 / 6, 1 / 6])
+
+
+def test_special_tokens_that_nobody_asked_for_are_said_and_can_be_switched_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = make_tokenizer()
+    begin, end = "<|system|>", tokenizer.eos_token
+    tokenizer.bos_token = begin
+    adds = TemplateProcessing(
+        f"{begin} $A {end}", special_tokens=[(t, tokenizer.convert_tokens_to_ids(t)) for t in (begin, end)]
+    )
+    tokenizer.backend_tokenizer.post_processor = adds
+    data = Dataset.from_list([{"prompt": f"{begin}hello"}, {"prompt": f"hello{end}"}])
+    first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    prompts = load_prompts(data, "train", tokenizer, max_prompt_length=100)
+    assert prompts[0].ids[:2].tolist() == [first, first]
+    tell_added(prompts, tokenizer)
+    assert "1 of 2 prompts (train/0 first) begin with two begin tokens" in caplog.text
+    assert "1 of 2 prompts (train/0 first) end with an end token" in caplog.text
+    assert caplog.text.count("add_special_tokens=False") == 2
+    caplog.clear()
+    prompts = load_prompts(data, "train", tokenizer, max_prompt_length=100, add_special_tokens=False)
+    tell_added(prompts, tokenizer)
+    assert not caplog.text
+    hello = tokenizer("hello", add_special_tokens=False)["input_ids"]
+    assert [p.ids.tolist() for p in prompts] == [[first, *hello], [*hello, last]]
 
 
 _ASKS_FOR_KEYS = (

@@ -78,11 +78,13 @@ def render_prompt(
     template: Template | None = None,
     *,
     images: bool = False,
+    add_special_tokens: bool = True,
 ) -> tuple[int, ...]:
     """Token ids of one prompt.
 
-    Plain text is encoded with the tokenizer's special tokens. Messages are rendered by the chat template, with the generation
-    prompt. If the last message is the assistant's, there is no generation prompt: the model continues this message, as in TRL.
+    Plain text is encoded with the tokenizer's special tokens, unless `add_special_tokens` is off. Messages are rendered by the chat
+    template, with the generation prompt. If the last message is the assistant's, there is no generation prompt: the model continues
+    this message, as in TRL.
 
     Args:
         template: the result of `template_of`, so that many prompts share it; None: it is made for this prompt.
@@ -94,7 +96,7 @@ def render_prompt(
     """
     prompt = with_joined_text(prompt)
     if isinstance(prompt, str):
-        ids = list(tokenizer(prompt)["input_ids"])
+        ids = list(tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"])
     elif is_conversational(prompt) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         if any(not isinstance(m.get("content"), str | list | None if images else str | None) for m in prompt):
             raise InputError(

@@ -84,6 +84,13 @@ class OnlineConfig(
         default=None, metadata=doc("Arguments of `from_pretrained`, if the model is given by name.")
     )
     chat_template_kwargs: dict | str | None = field(default=None, metadata=doc("Arguments of the chat template."))
+    add_special_tokens: bool = field(
+        default=True,
+        metadata=doc(
+            "Add the tokenizer's special tokens (such as a begin token) to prompts that are text, as TRL does. Off: a text is "
+            "all of its prompt."
+        ),
+    )
     shuffle_dataset: bool = field(default=True, metadata=doc("Shuffle the training prompts every epoch."))
 
     temperature: float = field(default=1.0, metadata=doc("Sampling temperature; the trainer scores the same."))
