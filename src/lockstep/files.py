@@ -8,14 +8,16 @@ from __future__ import annotations
 import atexit
 import errno
 import fcntl
+import json
 import logging
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from lockstep.errors import names_path
 
@@ -62,6 +64,20 @@ def replace_text(path: Path, text: str) -> None:
     """
     with replacing(path) as file:
         file.write(text.encode())
+
+
+def as_json(value: Any, **options: Any) -> str:
+    """JSON of a value. A number that JSON does not have (NaN, infinite) is null there."""
+    return json.dumps(without_nan(value), allow_nan=False, **options)
+
+
+def without_nan(value: Any) -> Any:
+    """A value with None in place of each number in it that is NaN or infinite."""
+    if isinstance(value, Mapping):
+        return {name: without_nan(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_line(path: Path, line: str, *, durable: bool = False) -> None:

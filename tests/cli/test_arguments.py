@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 from lockstep.cli.fields.arguments import RunArguments, build, read
+from lockstep.cli.fields.description import check_names, fields_of
 from lockstep.cli.main import main
+from lockstep.errors import InputError
 from lockstep.training.methods.grpo_config import GRPOConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -118,3 +120,13 @@ def test_the_words_of_a_file_are_what_they_say(tmp_path: Path) -> None:
     assert made.stop_strings == ["no", "on"]
     assert made.structured_outputs_choice == ["yes", "true"]
     assert (made.presence_penalty, made.end_of_thinking, made.run_name) == (-1e-5, "---", "-x")
+
+
+def test_a_field_of_trls_scripts_gets_advice_and_not_the_closest_name() -> None:
+    for name, advice in (("max_prompt_length", "no prompt is cut"), ("dtype", "engine_dtype"), ("torch_dtype", "bf16")):
+        with pytest.raises(InputError) as found:
+            check_names([name], fields_of("grpo"), "the command line")
+        assert advice in str(found.value)
+        assert "did you mean" not in str(found.value)
+    with pytest.raises(InputError, match="did you mean 'learning_rate'"):
+        check_names(["learnin_rate"], fields_of("grpo"), "the command line")

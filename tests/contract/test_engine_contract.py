@@ -173,6 +173,14 @@ def test_a_stop_string_ends_a_completion(engine: Engine, untied_dir: str) -> Non
     assert stop in tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
 
+def test_a_stop_string_may_be_a_special_token(engine: Engine, untied_dir: str) -> None:
+    tokenizer = load_tokenizer(untied_dir)
+    special = tokenizer.convert_tokens_to_ids("<|user|>")
+    (asked,) = requests(1, Sampling(max_tokens=6, logit_bias=((special, 100.0),), stop=("<|user|>",)))
+    completion = engine.generate([asked])[asked.key]
+    assert (completion.token_ids.tolist(), completion.finish_reason) == ([special], "stop")
+
+
 def test_requests_may_have_limits_of_their_own(engine: Engine) -> None:
     asked = [
         GenerationRequest(r.key, r.prompt_ids, Sampling(max_tokens=1 + i), r.seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lockstep.engines.http.requests.messages import generation_body
 from lockstep.engines.protocol import GenerationRequest, Grammar, RequestKey, Sampling
 from lockstep.engines.vllm import in_process as vllm_inprocess
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.patches.weight_files import find_files_by_name
 from lockstep.engines.vllm.requests.check_sent import check_sent, fields_of
 from lockstep.engines.vllm.requests.conversion import sampling_params
 from lockstep.errors import ProofError
@@ -91,3 +93,18 @@ def test_what_goes_to_vllm_has_the_settings_of_the_request(form: str, name: str)
 def _ids_as_numbers(found: dict[str, Any]) -> dict[Any, Any]:
     """The keys of a JSON mapping are texts. vLLM converts the keys of `logit_bias` to ids."""
     return {int(key) if key.isdigit() else key: value for key, value in found.items()}
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_vllm_finds_the_weights_of_a_directory_by_its_name(tmp_path: Path) -> None:
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    find_files_by_name()
+    for name in ("a1", "a[1]"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    loader = DefaultModelLoader(LoadConfig())
+    found = loader._prepare_weights(str(tmp_path / "a[1]"), None, None, True, None)
+    assert found[1] == [str(tmp_path / "a[1]" / "model.safetensors")]

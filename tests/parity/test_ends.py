@@ -12,7 +12,7 @@ from lockstep.rollouts.driver import decoding
 
 TOKENIZER = make_tokenizer()
 END, OTHER_END = TOKENIZER.eos_token_id, 1
-ENDS = Ends((END, OTHER_END), decoding(TOKENIZER))
+ENDS = Ends((END, OTHER_END), decoding(TOKENIZER, special=True))
 
 
 def ids_of(text: str) -> list[int]:
@@ -68,6 +68,13 @@ def test_a_stop_string_comes_last_and_never_before() -> None:
         check(WORLD, "length", limit=size, stop=("rld",))
     with pytest.raises(ProofError, match="neither"):
         check(WORLD, "stop", limit=size + 4, stop=("xyz",))
+
+
+def test_a_stop_string_may_be_a_special_token() -> None:
+    (user,) = ids_of("<|user|>")
+    check([*WORLD, user], "stop", limit=len(WORLD) + 4, stop=("<|user|>",))
+    with pytest.raises(ProofError, match="after a stop string"):
+        check([*WORLD, user, 7], "length", limit=len(WORLD) + 2, stop=("<|user|>",))
 
 
 def test_a_stop_string_within_the_first_tokens_does_not_count_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
+from lockstep.cli.fields.inputs import factory_names
 from lockstep.errors import InputError
 from lockstep.rollouts.programs.environment_process import in_process
 from lockstep.tasks.arithmetic import KINDS, arithmetic
@@ -127,6 +129,112 @@ def test_own_data_is_read_from_every_format(tmp_path: Path, suffix: str) -> None
     assert set(found.train["prompt"]).isdisjoint(found.evaluation["prompt"])
     assert set(found.train["prompt"]) | set(found.evaluation["prompt"]) == set(data["prompt"])
     assert not found.rewards
+
+
+AS_WRITTEN = ["007", "2.50", "1e3", "true", "NA", "", "2024-01-02", "a, b"]
+
+
+def test_a_column_of_csv_is_text_and_exact_match_finds_every_answer(tmp_path: Path) -> None:
+    rows = "".join(f'say it,"{text}"\n' for text in AS_WRITTEN)
+    (tmp_path / "data.csv").write_text(f"prompt,answer\n{rows}")
+    data = load(str(tmp_path / "data.csv")).train
+    assert data["answer"][:] == AS_WRITTEN
+    assert exact_match(AS_WRITTEN, data["answer"][:]) == [1.0] * len(AS_WRITTEN)
+    assert exact_match(["7", "2.5"], ["007", "2.50"]) == [0.0, 0.0]
+
+
+def test_texts_of_json_stay_texts(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "answer": text}
+        for text in ("2024-01-02", "2024-01-02T10:00:00Z")
+    ]
+    (tmp_path / "one.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "two.json").write_text(json.dumps(rows))
+    for name in ("one.jsonl", "two.json"):
+        data = load(str(tmp_path / name)).train
+        assert data["answer"][:] == ["2024-01-02", "2024-01-02T10:00:00Z"]
+        assert data["prompt"][1][0]["content"] == "2024-01-02T10:00:00Z"
+
+
+def test_a_number_is_also_compared_by_value_and_a_missing_answer_is_not_scored() -> None:
+    said = ["7", "7.0", "7e0", "8", "seven", "nan", "1_0", "True"]
+    assert exact_match(said, [7, 7, 7.0, 7, 7, float("nan"), 10, 1]) == [1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert exact_match(["9007199254740993", "9007199254740992"], [2**53 + 1] * 2) == [1.0, 0.0]
+    assert exact_match(["None", "x"], [None, "x"]) == [None, 1.0]
+
+
+def test_columns_of_csv_get_the_types_that_the_user_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (path := tmp_path / "data.csv").write_text("prompt,n,x,b\na,007,2.50,true\nb,,,\n")
+    assert load(str(path)).train["n"][:] == ["007", ""]
+    assert "set dataset_types: n=float x=float" in caplog.text
+    caplog.clear()
+    data = load(str(path), types=["n=int", "x=float", "b=bool"]).train
+    assert (data["n"][:], data["x"][:], data["b"][:]) == ([7, None], [2.5, None], [True, None])
+    assert not caplog.text
+    for types, message in ((["b=int"], "b is 'true'"), (["z=int"], "no column 'z'"), (["n=whole"], "NAME=TYPE")):
+        with pytest.raises(InputError, match=message):
+            load(str(path), types=types)
+    with pytest.raises(InputError, match="types of its own"):
+        load("arithmetic", types=["n=int"], train_size=3)
+    path.write_text("prompt,answer\na,b,c\n")
+    with pytest.raises(InputError, match="line 2: 3 cells for 2 columns"):
+        load(str(path))
+
+
+def test_shards_and_endings_are_read_and_other_endings_are_refused_with_the_list(tmp_path: Path) -> None:
+    for number, name in enumerate(("a.ndjson", "b.JSONL", "c.jsonl.gz", "d.json.gz")):
+        line = json.dumps({"prompt": name}).encode() + b"\n"
+        (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith("gz") else line)
+        assert load(str(tmp_path / name)).train["prompt"][:] == [name], number
+    assert load(str(tmp_path)).train["prompt"][:] == ["a.ndjson", "b.JSONL", "c.jsonl.gz", "d.json.gz"]
+    (tmp_path / "notes.txt").write_text("x")
+    for name in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(InputError, match=r"\.jsonl, \.ndjson, \.json, \.csv, \.parquet"):
+            load(str(name))
+    (split := tmp_path / "split").mkdir()
+    for name in ("train-0-of-2", "train-1-of-2", "test-0-of-1"):
+        (split / f"{name}.csv.gz").write_bytes(gzip.compress(f"prompt\n{name}\n".encode()))
+    (split / "README.md").write_text("about")
+    data = load(str(split), test_split="test")
+    assert data.train["prompt"][:] == ["train-0-of-2", "train-1-of-2"]
+    assert data.evaluation is not None
+    assert data.evaluation["prompt"][:] == ["test-0-of-1"]
+    with pytest.raises(InputError, match="no split 'validation': test, train"):
+        load(str(split), test_split="validation")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet", "dir"])
+def test_a_name_of_data_is_no_pattern(tmp_path: Path, suffix: str) -> None:
+    # As a pattern, every first name here is the second one's too.
+    for name, other in (("a[1]", "a1"), ("b*", "bb"), ("c?", "cc"), ("d]e{f}~", "d")):
+        for text in (other, name):
+            (folder := tmp_path / suffix / text).mkdir(parents=True)
+            data, path = Dataset.from_dict({"prompt": [text]}), folder / f"rows[{suffix}].{suffix}"
+            if suffix == "dir":
+                data.save_to_disk(path)
+            else:
+                getattr(data, f"to_{suffix.removesuffix('l')}")(path)
+        assert load(str(path)).train["prompt"][:] == [name]
+
+
+def test_data_behind_two_colons_is_refused_and_not_read_from_another_place(tmp_path: Path) -> None:
+    for name in ("e", "d"):
+        Dataset.from_dict({"prompt": [name]}).save_to_disk(tmp_path / name)
+    (tmp_path / "e").rename(tmp_path / "d::e")
+    with pytest.raises(InputError, match="rename that file or folder"):
+        load(str(tmp_path / "d::e"))
+
+
+def test_a_function_is_found_in_the_home_directory_and_behind_an_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "lr=1").mkdir()
+    (tmp_path / "lr=1" / "mine.py").write_text("def half(completions, **_):\n    return [0.5] * len(completions)\n")
+    assert load_reward("~/lr=1/mine.py:half")(completions=["a"]) == [0.5]
+    place = f"{tmp_path}/lr=1/mine.py:half"
+    assert factory_names([place]) == {None: place}
+    assert factory_names([f"x={place}", "y=b.c"]) == {"x": place, "y": "b.c"}
 
 
 @pytest.mark.parametrize(

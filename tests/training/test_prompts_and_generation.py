@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 from datasets import Dataset
 from tiny import make_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.errors import InputError
+from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.training.data.prompts import check_dataset, load_prompts
+from lockstep.training.data.prompts import check_dataset, load_prompts, tell_added
 from lockstep.training.generate.metrics import mean_with_interval, rollout_metrics
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.generation import prepare_generation
 
 
@@ -103,6 +111,60 @@ def test_a_truncated_completion_is_masked_by_the_engines_finish_reason() -> None
     assert [s.weight for s in generation.micro_batches[0]] == pytest.approx([1 / 6, 0.0, 1 / 6, 1 / 6])
 
 
+def test_special_tokens_that_nobody_asked_for_are_said_and_can_be_switched_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = make_tokenizer()
+    begin, end = "<|system|>", tokenizer.eos_token
+    tokenizer.bos_token = begin
+    adds = TemplateProcessing(
+        f"{begin} $A {end}", special_tokens=[(t, tokenizer.convert_tokens_to_ids(t)) for t in (begin, end)]
+    )
+    tokenizer.backend_tokenizer.post_processor = adds
+    data = Dataset.from_list([{"prompt": f"{begin}hello"}, {"prompt": f"hello{end}"}])
+    first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
+    prompts = load_prompts(data, "train", tokenizer, max_prompt_length=100)
+    assert prompts[0].ids[:2].tolist() == [first, first]
+    tell_added(prompts, tokenizer)
+    assert "1 of 2 prompts (train/0 first) begin with two begin tokens" in caplog.text
+    assert "1 of 2 prompts (train/0 first) end with an end token" in caplog.text
+    assert caplog.text.count("add_special_tokens=False") == 2
+    caplog.clear()
+    prompts = load_prompts(data, "train", tokenizer, max_prompt_length=100, add_special_tokens=False)
+    tell_added(prompts, tokenizer)
+    assert not caplog.text
+    hello = tokenizer("hello", add_special_tokens=False)["input_ids"]
+    assert [p.ids.tolist() for p in prompts] == [[first, *hello], [*hello, last]]
+
+
+_ASKS_FOR_KEYS = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls|length != 1 %}{{ raise_exception('one call') }}"
+    "{% endif %}{{ m.tool_calls[0].function.arguments|tojson }}{% elif 'name' in m %}{{ m.name + m.content }}{% else %}"
+    "{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_key_that_only_other_messages_have_is_not_there(tmp_path: Path) -> None:
+    def calls(**arguments: int) -> dict[str, Any]:
+        function = {"name": "f", "arguments": arguments}
+        return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+
+    end = {"role": "user", "content": "and now"}
+    rows = [[end], [end, calls(one=1), {"role": "tool", "name": "f", "content": "2"}, end], [end, calls(other=2), end]]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = _ASKS_FOR_KEYS
+    data = Dataset.from_list([{"prompt": messages} for messages in rows])
+    data.to_parquet(tmp_path / "rows.parquet")
+    for read in (data, Dataset.from_parquet(str(tmp_path / "rows.parquet"), cache_dir=str(tmp_path))):
+        assert read[0]["prompt"] != rows[0]
+        prompts = load_prompts(read, "train", tokenizer, max_prompt_length=1000)
+        assert [prompt.source for prompt in prompts] == rows
+        assert tokenizer.decode(prompts[1].ids) == tokenizer.decode(
+            tokenizer('and now{"one": 1}f2and now')["input_ids"]
+        )
+        assert "null" not in tokenizer.decode(prompts[2].ids)
+
+
 def test_metrics_have_trls_names_and_meanings() -> None:
     metrics = rollout_metrics(scored([[1.0, 0.0], [1.0, 1.0]], [[2, 4], [1, 3]], {(0, 1)}))
     assert metrics["reward"] == 0.75
@@ -131,6 +193,20 @@ def test_rollouts_without_a_reward_are_counted_and_in_no_mean() -> None:
     assert metrics["frac_reward_zero_std"] == 0.5
     assert metrics["rewards/unscored"] == 7.0
     assert "rewards/unscored" not in rollout_metrics(scored([[1.0, 0.0]], [[1, 1]]))
+
+
+def test_the_mean_of_a_function_is_over_its_scores_and_absent_without_any() -> None:
+    (group,) = scored([[1.0, 0.0]], [[1, 1]])
+    log = StepLog()
+    for scores in ([{"f": 3.0, "g": None}, {"f": None, "g": None}], [{"f": 1.0, "g": 4.0}, {"f": 2.0, "g": None}]):
+        rollouts = tuple(replace(r, scores=given) for r, given in zip(group.rollouts, scores, strict=True))
+        log.note(rollout_metrics([replace(group, rollouts=rollouts)]))
+    taken = log.take(PhaseClock())
+    assert taken["rewards/f/mean"] == (3.0 + 1.5) / 2
+    assert taken["rewards/g/mean"] == 4.0
+    assert (taken["rewards/f/unscored"], taken["rewards/g/unscored"]) == (1.0, 3.0)
+    assert taken["reward"] == 0.5
+    assert not any(math.isnan(value) for value in taken.values())
 
 
 def test_the_interval_leaves_out_rollouts_and_problems_without_a_reward() -> None:

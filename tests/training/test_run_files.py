@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +21,13 @@ from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import ProofError
+from lockstep.parity.receipt import Receipt, read_receipt
 from lockstep.parity.resume import surroundings
 from lockstep.report.kept_rollouts import rollout_files
 from lockstep.report.log_lines import LogLines
 from lockstep.report.page.run_record import read_run
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.training.run_files.saved_evaluation import evaluation_line, proven_evaluation, save_evaluation
 from lockstep.training.run_files.whole_run import METRICS
 from lockstep.training.trainers.hooks import run_files
 from lockstep.training.trainers.hooks.run_files import RunFiles
@@ -114,6 +119,39 @@ def test_a_script_leaves_the_files_of_the_command_line(
     assert [step for step, _ in rollout_files(folder)] == [1]
     assert not (folder / "after.json").exists()
     assert not (folder / "before.json").exists()
+
+
+def strict(text: str) -> Any:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_the_files_of_a_run_are_json_where_a_figure_is_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, nan = RunFiles(SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path))), 0.0), float("nan")  # type: ignore[arg-type]
+    files._is_training = True
+    monkeypatch.setattr(files, "_write_now_and_then", lambda: None)
+    files.on_log(None, SimpleNamespace(global_step=3), None, {"loss": nan, "entropy": 1.0, "eval_reward": float("inf")})
+    assert strict((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 3,
+        "loss": None,
+        "entropy": 1.0,
+        "eval_reward": None,
+    }
+    save_evaluation(tmp_path / "before.json", {"eval_reward": nan, "eval_problems": 2.0}, [])
+    assert strict((tmp_path / "before.json").read_text())["metrics"] == {"eval_reward": None, "eval_problems": 2.0}
+    receipt = Receipt(tmp_path / "receipt.jsonl", 0)
+    receipt.append(evaluation_line(tmp_path / "before.json", 0) or {})
+    assert strict((tmp_path / "receipt.jsonl").read_text())["metrics"]["eval_reward"] is None
+    record = read_run(tmp_path)
+    assert math.isnan(record.steps[0]["loss"])
+    assert math.isnan((record.before or {})["metrics"]["eval_reward"])
+    for _ in range(2):
+        # The second time, the file is restored from the receipt.
+        found = proven_evaluation(tmp_path / "before.json", read_receipt(tmp_path / "receipt.jsonl"))["metrics"]
+        assert math.isnan(found["eval_reward"])
+        (tmp_path / "before.json").unlink()
 
 
 def test_a_failed_proof_leaves_its_report_and_its_rollouts(

@@ -373,10 +373,10 @@ class _RowsDone(StoppingCriteria):
 
     def _has_stop_string(self, row: _Row) -> bool:
         sampling = row.request.sampling
-        text = self._tokenizer.decode(row.token_ids, skip_special_tokens=True)
+        text = self._tokenizer.decode(row.token_ids, skip_special_tokens=False)
         if sampling.min_tokens:
             # As in vLLM, a stop string that ends within the first `min_tokens` tokens does not count.
-            earlier = len(self._tokenizer.decode(row.token_ids[: sampling.min_tokens], skip_special_tokens=True))
+            earlier = len(self._tokenizer.decode(row.token_ids[: sampling.min_tokens], skip_special_tokens=False))
             return any(stop in text[max(0, earlier + 1 - len(stop)) :] for stop in sampling.stop)
         return any(stop in text for stop in sampling.stop)
 

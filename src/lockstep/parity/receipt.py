@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.files import append_line, replace_text
+from lockstep.files import append_line, replace_text, without_nan
 from lockstep.secret import without_secrets
 
 RECEIPT = "receipt.jsonl"
@@ -57,7 +57,7 @@ class Receipt:
         Raises:
             OSError: the entry cannot be written. The receipt is as it was before.
         """
-        body = {**without_secrets(entry, by_name=False), "previous": self._last}
+        body = without_nan({**without_secrets(entry, by_name=False), "previous": self._last})
         own = _hash(body)
         append_line(self._path, json.dumps({**body, "hash": own}), durable=durable)
         self._last = own

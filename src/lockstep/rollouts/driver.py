@@ -298,11 +298,11 @@ def groups_from(prompts: Sequence[Prompt], rollouts: Mapping[RequestKey, Rollout
     return [RolloutGroup(prompt, tuple(by_prompt[prompt.prompt_id])) for prompt in prompts]
 
 
-def decoding(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """A function that gives the text of ids, without special tokens."""
+def decoding(tokenizer: PreTrainedTokenizerBase, *, special: bool = False) -> Decode:
+    """A function that gives the text of ids, without special tokens unless `special` is on."""
 
     def decode(ids: Ids) -> str:
-        return tokenizer.decode(np.asarray(ids), skip_special_tokens=True)
+        return tokenizer.decode(np.asarray(ids), skip_special_tokens=not special)
 
     return decode
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.homes import expanded
 
 # accelerate's switch, and the one that takes its place in the environment once it was read.
 _SWITCH, _TAKEN = "ACCELERATE_USE_FSDP", "LOCKSTEP_USE_FSDP"
@@ -64,7 +64,7 @@ def take_settings(fsdp: Any, config: Any, environment: MutableMapping[str, str])
 def _fields(fsdp: Any, config: Any) -> dict[str, Any]:
     if isinstance(config, str):
         try:
-            config = json.loads(Path(config).read_text(encoding="utf-8"))
+            config = json.loads(expanded(config).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"fsdp_config {config} cannot be read: {error}") from error
     found = {str(name).removeprefix("fsdp_"): value for name, value in dict(config or {}).items()}

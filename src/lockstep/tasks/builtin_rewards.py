@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.tasks.csv_files import NUMBER
 from lockstep.tasks.math_comparison import compare
 
 Reward = Callable[..., Any]
@@ -21,9 +23,25 @@ def texts(completions: list[Any]) -> list[str]:
     return [c if isinstance(c, str) else c[-1]["content"] for c in completions]
 
 
-def exact_match(completions: list[Any], answer: list[Any], **_: Any) -> list[float]:
-    """1 if the completion, without surrounding white space, equals the `answer` column's value, else 0."""
-    return [float(text.strip() == str(right)) for text, right in zip(texts(completions), answer, strict=True)]
+def exact_match(completions: list[Any], answer: list[Any], **_: Any) -> list[float | None]:
+    """1 if the completion, without surrounding white space, equals the `answer` column's value, else 0.
+
+    Values are compared as texts (`str`). Where the answer is a number and no text, a completion with the same value is right too:
+    `7`, `7.0` and `7e0` for 7. None where the row has no answer.
+    """
+    return [
+        None if right is None else float(_equals(text.strip(), right))
+        for text, right in zip(texts(completions), answer, strict=True)
+    ]
+
+
+def _equals(text: str, right: Any) -> bool:
+    if text == str(right):
+        return True
+    is_number = isinstance(right, int | float | Decimal) and not isinstance(right, bool)
+    if not is_number or NUMBER.fullmatch(text) is None:
+        return False
+    return float(text) == right if isinstance(right, float) else Decimal(text) == right
 
 
 def accuracy(

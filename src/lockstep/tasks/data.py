@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import glob
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
@@ -12,7 +18,8 @@ from lockstep.homes import expanded
 from lockstep.tasks.arithmetic import arithmetic
 from lockstep.tasks.builtin_rewards import Reward, exact_match
 from lockstep.tasks.calculator import calculator
-from lockstep.tasks.data_files import READERS, broken_line, data_file
+from lockstep.tasks.csv_files import column_types, read_csv
+from lockstep.tasks.data_files import broken_line, data_files, opened, reader_of
 from lockstep.tasks.dots import dots
 
 
@@ -39,24 +46,28 @@ def load_data(
     train_size: int,
     eval_size: int,
     seed: int,
+    types: Sequence[str] = (),
 ) -> TaskData:
     """Load the data of a run.
 
     Args:
-        name: `arithmetic`, `calculator`, `dots`, `reasoning_gym`, a `.jsonl`, `.json`, `.csv` or `.parquet` file, a directory
-            written by `datasets`, or a hub id.
+        name: `arithmetic`, `calculator`, `dots`, `reasoning_gym`, a `.jsonl`, `.ndjson`, `.json`, `.csv` or `.parquet` file
+            (perhaps with `.gz`), a directory of such files, a directory written by `datasets`, or a hub id.
         subset: kind of arithmetic problems, name of a reasoning-gym data set, or hub configuration.
         train_split: split to train on, if the data has splits.
         test_split: split to evaluate on. By default `eval_size` rows are held out of the training split.
         train_size: number of training rows if problems are generated; otherwise a limit, 0 for all.
         eval_size: number of held-out rows; 0 for none.
         seed: seed of generated problems and of the choice of held-out rows.
+        types: `NAME=TYPE` for each column of a CSV file that is not text: `int`, `float` or `bool`.
 
     Raises:
         InputError: there is no data of that name, its format cannot be read, or it has too few rows.
     """
     if name in ("arithmetic", "calculator", "dots", "reasoning_gym") and test_split is not None:
         raise InputError(f"{name} has no splits; drop dataset_test_split and set eval_size")
+    if types and not _is_csv(name, train_split):
+        raise InputError("dataset_types is for CSV files: other data has types of its own; leave it out")
     if name == "arithmetic":
         train, held_out = arithmetic(subset or "larger", train_size, eval_size, seed)
         return TaskData(train, held_out if eval_size else None, (exact_match,))
@@ -74,9 +85,10 @@ def load_data(
 
         train, held_out, score = reasoning_gym_problems(subset, train_size, eval_size, seed)
         return TaskData(train, held_out if eval_size else None, (score,))
-    train = _load_split(name, subset, train_split)
+    train = _load_split(name, subset, train_split, types)
     if test_split is not None:
-        return TaskData(_limited(train, train_size), _limited(_load_split(name, subset, test_split), eval_size))
+        tested = _load_split(name, subset, test_split, types)
+        return TaskData(_limited(train, train_size), _limited(tested, eval_size))
     if eval_size == 0:
         return TaskData(_limited(train, train_size), None)
     if eval_size >= len(train):
@@ -85,12 +97,19 @@ def load_data(
     return TaskData(_limited(parts["train"], train_size), parts["test"])
 
 
-def _load_split(name: str, subset: str | None, split: str) -> Dataset:
+def _is_csv(name: str, split: str) -> bool:
+    return any(reader_of(file) == "csv" for file in data_files(name, split) or ())
+
+
+def _load_split(name: str, subset: str | None, split: str, types: Sequence[str]) -> Dataset:
     path = expanded(name)
+    if "::" in name and path.exists():
+        # `datasets` reads the part before it alone: another file, or none.
+        raise InputError(f"{path}: the data cannot be read from a path with '::' in it; rename that file or folder")
+    files = data_files(name, split)
     try:
-        if (file := data_file(name)) is not None:
-            _no_split(name, split)
-            return load_dataset(READERS[file.suffix], data_files=str(file), split="train")
+        if files is not None:
+            return _read_files(files, types)
         if path.is_dir():
             saved = load_from_disk(str(path))
             if isinstance(saved, DatasetDict):
@@ -100,8 +119,38 @@ def _load_split(name: str, subset: str | None, split: str) -> Dataset:
         return load_dataset(name, subset, split=split)
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, DatasetsError) as error:
-        raise InputError(f"cannot read data {name!r}: {broken_line(path) or _reason(error)}") from error
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, DatasetsError, csv.Error) as error:
+        broken = next(filter(None, map(broken_line, files or ())), None)
+        raise InputError(f"cannot read data {name!r}: {broken or _reason(error)}") from error
+
+
+def _read_files(files: Sequence[Path], types: Sequence[str]) -> Dataset:
+    reader = reader_of(files[0])
+    assert reader is not None
+    if reader == "csv":
+        return Dataset.from_dict(read_csv(files, column_types(types)))
+    try:
+        # `datasets` reads a name of a file as a pattern.
+        found = load_dataset(reader, data_files=[glob.escape(str(file)) for file in files], split="train")
+    except DatasetsError as error:
+        if reader != "json" or "timestamp" not in _reason(error):
+            raise
+    else:
+        # In Parquet, dates are written as such.
+        if reader != "json" or not any("timestamp" in str(field.type) for field in found.features.arrow_schema):
+            return found
+    # JSON has no dates. `datasets` has made some from texts that look like one.
+    return Dataset.from_list([row for file in files for row in _json_rows(file)])
+
+
+def _json_rows(path: Path) -> list[Any]:
+    with opened(path) as file:
+        text = file.read().decode("utf-8-sig")
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    return whole if isinstance(whole, list) else [whole]
 
 
 def _reason(error: BaseException) -> str:

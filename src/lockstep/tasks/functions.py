@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
+from lockstep.homes import expanded
 
 _numbers = itertools.count()
 # Modules by their files.
@@ -47,8 +48,10 @@ def place_of(name: str, kind: str) -> tuple[str, str]:
     where, _, function = name.rpartition(":") if ":" in name else name.rpartition(".")
     if not where or name.endswith(".py"):
         raise InputError(f"{kind} {name!r}: give file.py:name or package.module.name")
-    if where.endswith(".py") and not Path(where).is_file():
-        raise InputError(f"{kind} {name!r}: {where} does not exist")
+    if where.endswith(".py"):
+        where = str(expanded(where))
+        if not Path(where).is_file():
+            raise InputError(f"{kind} {name!r}: {where} does not exist")
     return where, function
 
 

@@ -38,15 +38,31 @@ def with_joined_text(prompt: Any) -> Any:
     """A prompt in which each content that is a list of text parts (`{"type": "text", "text": …}`) has become one text.
 
     The parts of a message are joined without a separator, as templates for images and text do. All other contents stay unchanged.
+
+    Keys whose value is None are left out, apart from a message's `content`. Arrow gives every message, call and part the keys of
+    all others, with None where a row has none; templates ask whether a key is there.
     """
     if not isinstance(prompt, list):
         return prompt
+    messages = [_written_message(m) if isinstance(m, dict) else m for m in prompt]
     return [
         {**m, "content": "".join(part["text"] for part in m["content"])}
         if isinstance(m, dict) and _is_text_parts(m.get("content"))
         else m
-        for m in prompt
+        for m in messages
     ]
+
+
+def _written_message(message: Message) -> Message:
+    return {name: _written(value) for name, value in message.items() if value is not None or name == "content"}
+
+
+def _written(value: Any) -> Any:
+    """A value without the keys that are None, at any depth."""
+    if isinstance(value, dict) and value.keys() != {"bytes", "path"}:
+        # The other ones are files of pictures.
+        return {name: _written(entry) for name, entry in value.items() if entry is not None}
+    return [_written(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _is_text_parts(content: Any) -> bool:
@@ -62,11 +78,13 @@ def render_prompt(
     template: Template | None = None,
     *,
     images: bool = False,
+    add_special_tokens: bool = True,
 ) -> tuple[int, ...]:
     """Token ids of one prompt.
 
-    Plain text is encoded with the tokenizer's special tokens. Messages are rendered by the chat template, with the generation
-    prompt. If the last message is the assistant's, there is no generation prompt: the model continues this message, as in TRL.
+    Plain text is encoded with the tokenizer's special tokens, unless `add_special_tokens` is off. Messages are rendered by the chat
+    template, with the generation prompt. If the last message is the assistant's, there is no generation prompt: the model continues
+    this message, as in TRL.
 
     Args:
         template: the result of `template_of`, so that many prompts share it; None: it is made for this prompt.
@@ -78,7 +96,7 @@ def render_prompt(
     """
     prompt = with_joined_text(prompt)
     if isinstance(prompt, str):
-        ids = list(tokenizer(prompt)["input_ids"])
+        ids = list(tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"])
     elif is_conversational(prompt) and prompt and all(isinstance(m, dict) and "role" in m for m in prompt):
         if any(not isinstance(m.get("content"), str | list | None if images else str | None) for m in prompt):
             raise InputError(

@@ -33,7 +33,8 @@ class RunArguments:
     dataset_name: str | None = dataclasses.field(
         default=None,
         metadata={
-            "help": "arithmetic, calculator, dots, reasoning_gym, a .jsonl/.csv/.parquet file, a datasets directory, or a hub id."
+            "help": "arithmetic, calculator, dots, reasoning_gym, a .jsonl/.csv/.parquet file or a directory of them, a datasets "
+            "directory, or a hub id."
         },
     )
     dataset_config: str | None = dataclasses.field(
@@ -42,6 +43,10 @@ class RunArguments:
     dataset_train_split: str = dataclasses.field(default="train", metadata={"help": "Split to train on."})
     dataset_test_split: str | None = dataclasses.field(
         default=None, metadata={"help": "Split to evaluate on. Default: eval_size rows held out of the training split."}
+    )
+    dataset_types: list[str] | None = dataclasses.field(
+        default=None,
+        metadata={"help": "Columns of a CSV file that are not text: NAME=int, NAME=float or NAME=bool."},
     )
     train_size: int = dataclasses.field(
         default=0, metadata={"help": "Problems to make, or a limit on rows; 0: all rows."}

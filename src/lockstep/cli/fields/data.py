@@ -23,4 +23,5 @@ def data_of(arguments: RunArguments) -> TaskData:
         train_size=arguments.train_size,
         eval_size=arguments.eval_size,
         seed=arguments.dataset_seed,
+        types=arguments.dataset_types or (),
     )

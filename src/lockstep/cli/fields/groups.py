@@ -21,7 +21,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "data": (
         "dataset_name", "dataset_config", "train_size", "eval_size", "dataset_train_split", "dataset_test_split",
-        "dataset_seed", "shuffle_dataset", "eval_strategy", "eval_steps", "eval_on_start", "eval_delay",
+        "dataset_types", "dataset_seed", "shuffle_dataset", "add_special_tokens", "eval_strategy", "eval_steps",
+        "eval_on_start", "eval_delay",
         "min_pixels", "max_pixels", "limit_mm_per_prompt", "image_urls",
     ),
     "reward": (

@@ -6,7 +6,7 @@ from lockstep.cli.fields.adapter import AdaptedRunArguments
 from lockstep.errors import InputError
 from lockstep.models.packaged import PACKAGED_MODEL
 from lockstep.models.resolve import resolve_model
-from lockstep.tasks.data_files import data_file
+from lockstep.tasks.data_files import data_files
 from lockstep.tasks.functions import place_of
 from lockstep.tasks.rewards import names_model, reward_place
 from lockstep.training.config.checks import COUNT, SEED, Bounds, check_bounds
@@ -23,7 +23,7 @@ def check_inputs(arguments: AdaptedRunArguments) -> None:
             raise InputError(f"{name} is not set")
     assert arguments.model_name_or_path is not None
     assert arguments.dataset_name is not None
-    data_file(arguments.dataset_name)
+    data_files(arguments.dataset_name, arguments.dataset_train_split)
     for name in arguments.reward_funcs or ():
         if names_model(name):
             check_model(name)
@@ -51,6 +51,9 @@ def factory_names(entries: list[str] | None) -> dict[str | None, str]:
     found: dict[str | None, str] = {}
     for entry in entries or ():
         name, equals, place = entry.partition("=")
+        if "/" in name:
+            # The sign belongs to the path.
+            name, equals, place = entry, "", ""
         key = name if equals else None
         if key in found or (key is None and len(entries or ()) > 1):
             raise InputError(

@@ -24,7 +24,7 @@ class Ends:
 
     Args:
         end_ids: ids that end a completion.
-        decode: gives the text of ids, without special tokens.
+        decode: gives the text of ids, with special tokens: a stop string may be one.
     """
 
     def __init__(self, end_ids: Sequence[int], decode: Callable[[Ids], str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -116,10 +117,10 @@ def read_run(folder: Path) -> RunRecord:
         # An earlier version wrote them as they were.
         without_secrets(_read(folder / ABOUT)),
         without_secrets(_read(folder / END), by_name=False),
-        read_lines(folder / METRICS),
+        [with_nan(line) for line in read_lines(folder / METRICS)],
         read_lines(folder / RECEIPT),
         read_lines(folder / SHOWN),
-        _read(folder / SUMMARY),
+        with_nan(_read(folder / SUMMARY)),
         _evaluation(folder / BEFORE),
         _evaluation(folder / AFTER),
         _rewards(folder),
@@ -139,6 +140,11 @@ def read_lines(path: Path) -> list[Line]:
     return found
 
 
+def with_nan(figures: Line) -> Line:
+    """Figures of a file with NaN where the file has null: JSON has no NaN."""
+    return {name: math.nan if value is None else value for name, value in figures.items()}
+
+
 def _read(path: Path) -> Line:
     try:
         found = json.loads(path.read_bytes())
@@ -150,7 +156,7 @@ def _read(path: Path) -> Line:
 def _evaluation(path: Path) -> Line | None:
     found = _read(path)
     whole = isinstance(found.get("metrics"), dict) and isinstance(found.get("rollouts"), list)
-    return found if whole else None
+    return {**found, "metrics": with_nan(found["metrics"])} if whole else None
 
 
 def _rewards(folder: Path) -> dict[int, list[float]]:

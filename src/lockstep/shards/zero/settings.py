@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.errors import InputError
+from lockstep.homes import expanded
 from lockstep.shards.zero.deepspeed_parts import check_installed
 
 # accelerate's switch, and the one that takes its place in the environment once it was read.
@@ -163,7 +163,7 @@ def _read(given: Any) -> dict[str, Any]:
         return dict(given)
     text = str(given)
     try:
-        found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        found = json.loads(text if text.lstrip().startswith("{") else expanded(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"deepspeed={text[:200]} cannot be read: {error}") from error
     if not isinstance(found, dict):

@@ -8,6 +8,7 @@ import torch
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
 from lockstep.engines.vllm.patches.kept_ids import carry_kept_ids
 from lockstep.engines.vllm.patches.norms import register_norms
+from lockstep.engines.vllm.patches.weight_files import find_files_by_name
 from lockstep.engines.vllm.workers.environment import (
     end_with_trainer,
     end_without_carriers,
@@ -23,7 +24,7 @@ def _run_in_this_process(function: Callable[[], Result]) -> Result:
 
 
 def register() -> None:
-    """Register our weight-transfer backends and norms with vLLM, and make vLLM pass on the kept ids.
+    """Register our weight-transfer backends and norms with vLLM, make vLLM pass on the kept ids, and find a model's files by name.
 
     vLLM may call this several times. In a worker process beside a trainer, also let the process end when the trainer dies.
     A process that cannot answer any more ends too.
@@ -48,3 +49,4 @@ def register() -> None:
             WeightTransferEngineFactory.register_engine(backend, "lockstep.sync.vllm.backend", name)
     carry_kept_ids()
     register_norms()
+    find_files_by_name()

@@ -86,10 +86,19 @@ class OnlineConfig(
         default=None, metadata=doc("Arguments of `from_pretrained`, if the model is given by name.")
     )
     chat_template_kwargs: dict | str | None = field(default=None, metadata=doc("Arguments of the chat template."))
+    add_special_tokens: bool = field(
+        default=True,
+        metadata=doc(
+            "Add the tokenizer's special tokens (such as a begin token) to prompts that are text, as TRL does. Off: a text is "
+            "all of its prompt."
+        ),
+    )
     shuffle_dataset: bool = field(default=True, metadata=doc("Shuffle the training prompts every epoch."))
 
     temperature: float = field(default=1.0, metadata=doc("Sampling temperature; the trainer scores the same."))
-    stop_strings: list[str] | None = field(default=None, metadata=doc("Strings that end a completion."))
+    stop_strings: list[str] | None = field(
+        default=None, metadata=doc("Strings that end a completion. Special tokens may be among them.")
+    )
 
     reward_weights: list[float] | None = field(
         default=None, metadata=doc("One weight per reward function; default: 1 each.")

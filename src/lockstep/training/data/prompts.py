@@ -101,6 +101,7 @@ def load_prompts(
     chat_template_kwargs: dict[str, Any] | None = None,
     ids_of: IdsOf | None = None,
     images: ImagePrompts | None = None,
+    add_special_tokens: bool = True,
 ) -> list[Prompt]:
     """Every row as a prompt, named `<name>/<row>`.
 
@@ -108,6 +109,7 @@ def load_prompts(
         max_prompt_length: number of tokens that the model's context leaves for a prompt.
         ids_of: makes the ids of a row's prompt, for example with tools; None: they are the prompt's alone.
         images: reads the prompts and their pictures; None: there are no pictures.
+        add_special_tokens: whether prompts that are text get the tokenizer's special tokens.
 
     Raises:
         InputError: a prompt cannot be tokenized, or is too long, or a picture cannot be read. The message names the row.
@@ -119,6 +121,10 @@ def load_prompts(
             "run began without any; drop the column"
         )
     prompts, template = [], template_of(tokenizer, chat_template_kwargs) if ids_of is None else None
+
+    def ids_alone(row: Any) -> Any:
+        return render_prompt(row["prompt"], tokenizer, template=template, add_special_tokens=add_special_tokens)
+
     for index, given in enumerate(dataset):
         prompt_id = f"{name}/{index}"
         source = with_joined_text(given["prompt"])
@@ -128,10 +134,10 @@ def load_prompts(
                 # From here on, the run needs no network.
                 row = images.with_files(row)
                 source = row["prompt"]
-                ids, pictures = images.read(row, ids_of)
+                is_text = ids_of is None and isinstance(source, str)
+                ids, pictures = images.read(row, ids_alone if is_text else ids_of)
             else:
-                made = render_prompt(source, tokenizer, template=template) if ids_of is None else ids_of(row)
-                ids, pictures = whole_numbers(made), None
+                ids, pictures = whole_numbers((ids_of or ids_alone)(row)), None
         except InputError as error:
             raise InputError(f"prompt {prompt_id}: {error}") from error
         if len(ids) > max_prompt_length:
@@ -182,6 +188,7 @@ def read_prompts(
                 chat_template_kwargs=arguments,  # type: ignore[arg-type]
                 ids_of=ids_of,
                 images=images,
+                add_special_tokens=config.add_special_tokens,
             )
         for prompt in (p for prompts in found.values() for p in prompts):
             check_embedded(prompt.ids, vocabulary, f"prompt {prompt.prompt_id}")
@@ -191,6 +198,7 @@ def read_prompts(
     if ranks.owner:
         every = [p for prompts in found.values() for p in prompts]
         _tell_guarded(every, template_of(tokenizer, arguments))  # type: ignore[arg-type]
+        tell_added(every, tokenizer)
     odd = [rank for rank, part in enumerate(parts) if part != parts[0]]
     if odd:
         raise InputError(
@@ -211,6 +219,24 @@ def _tell_guarded(prompts: Sequence[Prompt], template: Template | None) -> None:
             "a control token of this tokenizer: it stays text. (TRL makes the control token of it. If you mean the token, give the "
             "prompt as text instead of messages)"
         )
+
+
+def tell_added(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Warn of prompts that are text and begin with two begin tokens, or end with an end token that their text has not."""
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    written = str(tokenizer.eos_token or "")
+    texts = [p for p in prompts if isinstance(p.source, str)]
+    doubled = [p.prompt_id for p in texts if begin is not None and p.ids[:2].tolist() == [begin, begin]]
+    ended = [p.prompt_id for p in texts if p.ids[-1] == end and not str(p.source).rstrip().endswith(written)]
+    for found, what in (
+        (doubled, "begin with two begin tokens: the text has one, and the tokenizer adds one"),
+        (ended, "end with an end token, which the tokenizer adds: the model continues a text that has ended"),
+    ):
+        if found:
+            _logger.warning(
+                f"{len(found)} of {len(prompts)} prompts ({found[0]} first) {what}, as in TRL. If you do not mean that, set "
+                "add_special_tokens=False"
+            )
 
 
 def digest_of_prompts(prompts: Sequence[Prompt]) -> list[Any]:

@@ -16,7 +16,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     Returns:
         `reward`, `reward_std` (over all rollouts with a reward) and `frac_reward_zero_std` (share of groups whose rewards are all
         equal), all three only where a rollout has a reward; `rewards/unscored` (number of rollouts without a reward; only where
-        there are some), `rewards/<function>/mean` and `/std`, `completions/…` lengths in sampled tokens, and
+        there are some); `rewards/<function>/mean` and `/std` over the rollouts that the function scored, if there are some, and
+        `/unscored`, the number of the others, if there are some; `completions/…` lengths in sampled tokens, and
         `completions/clipped_ratio` by the engine's finish reason.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -33,8 +34,10 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         metrics["rewards/unscored"] = float(len(rollouts) - len(rewards))
     for name in rollouts[0].scores:
         given = torch.tensor([r.scores[name] for r in rollouts if r.scores[name] is not None], dtype=torch.float64)
-        metrics[f"rewards/{name}/mean"] = float(given.mean()) if len(given) else float("nan")
-        metrics[f"rewards/{name}/std"] = _std(given)
+        if len(given):
+            metrics |= {f"rewards/{name}/mean": float(given.mean()), f"rewards/{name}/std": _std(given)}
+        if len(given) < len(rollouts):
+            metrics[f"rewards/{name}/unscored"] = float(len(rollouts) - len(given))
     return metrics | _lengths(groups)
 
 

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.files import replace_text, set_aside
+from lockstep.files import as_json, replace_text, set_aside
 from lockstep.images.reading import text_of_content
 from lockstep.images.thumbnails import thumbnails_of_row
 from lockstep.parity.receipt import RECEIPT, text_digest
+from lockstep.report.page.run_record import with_nan
 from lockstep.rollouts.group import RolloutGroup
 
 _logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def save_evaluation(
         "rollouts": [_shown(group, images=images) for group in groups[:_SHOWN_GROUPS]],
         "turns": list(turns),
     }
-    replace_text(path, json.dumps(found, indent=1) + "\n")
+    replace_text(path, as_json(found, indent=1) + "\n")
 
 
 def proven_evaluation(path: Path, receipt: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def proven_evaluation(path: Path, receipt: Sequence[Mapping[str, Any]]) -> dict[
     line = next((e for e in reversed(receipt) if e.get("kind") == EVALUATION and e.get("file") == path.name), None)
     text = _text(path)
     found = _evaluation(text)
-    restored = line and json.dumps({"metrics": line["metrics"], "rollouts": [], "turns": []}, indent=1) + "\n"
+    restored = line and as_json({"metrics": line["metrics"], "rollouts": [], "turns": []}, indent=1) + "\n"
     if found and (line is None or text == restored or text_digest(text or "") == line["digest"]):
         return found
     if os.path.lexists(path):
@@ -91,7 +92,9 @@ def _evaluation(text: str | None) -> dict[str, Any]:
     """The content of a file; empty if it holds no evaluation."""
     try:
         found: dict[str, Any] = json.loads(text or "")
-        return found if found["metrics"] and isinstance(found["rollouts"], list) else {}
+        if not found["metrics"] or not isinstance(found["rollouts"], list):
+            return {}
+        return {**found, "metrics": with_nan(found["metrics"])}
     except (ValueError, KeyError, TypeError, RecursionError):
         return {}
 

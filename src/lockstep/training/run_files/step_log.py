@@ -16,7 +16,6 @@ _COUNTS = (
     "parity/checked_tokens",
     "parity/aside_tokens",
     "sampling/tokens",
-    "rewards/unscored",
     "rewards/unscored_generations",
 )
 # Means over tokens, each with the figure that counts its tokens. Steps can have different numbers of tokens.
@@ -61,7 +60,7 @@ class StepLog:
         return figures | times | {"step_time": seconds["step"] / max(steps, 1)}
 
     def _figure(self, name: str, values: list[float]) -> float:
-        if name in _COUNTS:
+        if name in _COUNTS or name.endswith("/unscored"):
             return sum(values)
         weights = self.noted.get(_BY_TOKEN.get(name, ""), [1.0] * len(values))
         return sum(w * v for w, v in zip(weights, values, strict=True)) / max(sum(weights), 1.0)

@@ -14,7 +14,7 @@ from shlex import quote
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.files import free_name, replace_text, set_aside
+from lockstep.files import as_json, free_name, replace_text, set_aside
 from lockstep.parity.receipt import DIGESTS, RECEIPT, check_chain, lines_up_to, read_log
 from lockstep.parity.resume.checkpoint import TRAINER_STATE, check_sealed
 from lockstep.report.page.run_record import METRICS, read_lines
@@ -116,7 +116,7 @@ def restore_metrics(folder: Path, checkpoint: Path, step: int) -> None:
         return
     if os.path.lexists(path):
         set_aside(path, f"is not what the run has logged up to {checkpoint.name}")
-    replace_text(path, "".join(json.dumps(entry) + "\n" for entry in wanted))
+    replace_text(path, "".join(as_json(entry) + "\n" for entry in wanted))
     _logger.info(f"{METRICS} was restored from {checkpoint.name}")
 
 
@@ -126,8 +126,8 @@ def is_metric(entry: Mapping[str, Any]) -> bool:
 
 
 def _has(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    # Texts are compared, because NaN differs from itself.
-    return json.dumps({name: found.get(name) for name in wanted}) == json.dumps(wanted)
+    # An earlier version wrote NaN where null is now.
+    return as_json({name: found.get(name) for name in wanted}) == as_json(wanted)
 
 
 def _step(entry: Mapping[str, Any]) -> int:

@@ -35,9 +35,11 @@ def check_sent(request: GenerationRequest, sent: Mapping[str, Any]) -> None:
     found = {name: sent.get(name) for name in expected}
     expected |= {"stop": list(sampling.stop), "logit_bias": dict(sampling.logit_bias)}
     expected |= {"allowed_token_ids": list(sampling.allowed_token_ids or ()), "grammar": sampling.grammar is not None}
+    expected |= {"skip_special_tokens": not sampling.stop}
     expected |= {"bad_words": [list(word) for word in sampling.bad_words]}
     found |= {"stop": list(sent.get("stop") or ()), "logit_bias": dict(sent.get("logit_bias") or {})}
     found |= {"allowed_token_ids": list(sent.get("allowed_token_ids") or ())}
+    found |= {"skip_special_tokens": sent.get("skip_special_tokens", True)}
     found |= {"grammar": sent.get("structured_outputs") is not None}
     found |= {"bad_words": [list(word) for word in (sent.get("extra_args") or {}).get(BAD_WORDS, ())]}
     wrong = [name for name, value in expected.items() if found[name] != value]
@@ -53,4 +55,4 @@ def check_sent(request: GenerationRequest, sent: Mapping[str, Any]) -> None:
 
 def fields_of(params: Any) -> dict[str, Any]:
     """The fields of a `vllm.SamplingParams` that `check_sent` reads."""
-    return {name: getattr(params, name) for name in (*_NUMBERS, *_OPTIONAL, "n", "seed", "stop")}
+    return {name: getattr(params, name) for name in (*_NUMBERS, *_OPTIONAL, "n", "seed", "stop", "skip_special_tokens")}

@@ -40,6 +40,8 @@ def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
         "seed": request.seed,
         "logprobs": 0,
         "detokenize": bool(sampling.stop),
+        # A stop string may be a special token. vLLM searches the text that it makes.
+        "skip_special_tokens": not sampling.stop,
         **_optional_fields(sampling),
     }
 

@@ -101,7 +101,7 @@ class Proofs:
         self._explained = ExplainedGap(
             model, engine, self.distribution, self.precision, self._pusher, stale_by_design=config.max_staleness > 0
         )
-        self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer))
+        self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer, special=True))
         settings.check_sampling(rules.sampling, "the distribution that the trainer scores")
         self.kept_sets = KeptSetStats()
         self._draws, self._drawn, self._drawn_version, self._judged_version = DrawEvidence(), DrawStats(), -1, -1

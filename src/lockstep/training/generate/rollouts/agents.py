@@ -108,7 +108,8 @@ class RolloutAgents:
         if self._images is not None and isinstance(row["prompt"], list):
             return self._extensions(()).prompt(row["prompt"])
         arguments: Any = self._config.chat_template_kwargs
-        return whole_numbers(render_prompt(row["prompt"], self._tokenizer, arguments))
+        special = self._config.add_special_tokens
+        return whole_numbers(render_prompt(row["prompt"], self._tokenizer, arguments, add_special_tokens=special))
 
     def beside_environments(self, work: Callable[[], T], limit: float) -> T:
         """The result of work that needs nothing of another thread."""

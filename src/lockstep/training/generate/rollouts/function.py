@@ -113,7 +113,7 @@ def generate_rollout_completions(
         if own.images is not None:
             ids, shown = _seen(prompt, images[place] if images is not None else (), own.images)
         else:
-            ids, shown = _ids_of(prompt, tokenizer, config.chat_template_kwargs), None
+            ids, shown = _ids_of(prompt, tokenizer, config), None
         room = min(sampling.max_tokens if max_tokens is None else max_tokens, context - len(ids))
         if room < 1:
             raise InputError(
@@ -136,10 +136,11 @@ def generate_rollout_completions(
     ]
 
 
-def _ids_of(prompt: Any, tokenizer: PreTrainedTokenizerBase, arguments: Any) -> Ids:
+def _ids_of(prompt: Any, tokenizer: PreTrainedTokenizerBase, config: Any) -> Ids:
     if (ids := _as_ids(prompt)) is not None:
         return ids
-    return whole_numbers(render_prompt(prompt, tokenizer, arguments))
+    arguments, special = config.chat_template_kwargs, config.add_special_tokens
+    return whole_numbers(render_prompt(prompt, tokenizer, arguments, add_special_tokens=special))
 
 
 def _seen(prompt: Any, given: Sequence[Any], images: ImagePrompts) -> tuple[Ids, PromptPictures | None]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from lockstep.errors import ProofError
-from lockstep.files import append_line, replace_text
+from lockstep.files import append_line, as_json, replace_text
 from lockstep.report.page.report import render_report
 from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SHOWN, SUMMARY, read_run
 from lockstep.report.summary import summarise
@@ -130,7 +130,7 @@ class RunFiles(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if not self._is_training or not logs or not is_metric(logs):
             return
-        append_line(self.folder / METRICS, json.dumps({"step": state.global_step, **logs}))
+        append_line(self.folder / METRICS, as_json({"step": state.global_step, **logs}))
         self._write_now_and_then()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -191,7 +191,7 @@ class RunFiles(TrainerCallback):
         with _pages_aside():
             replace_text(self.folder / REPORT, render_report(replace(run, summary=summary)))
         # The last file of a run. A run that was killed before it has not finished, and the same command goes on with it.
-        replace_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        replace_text(self.folder / SUMMARY, as_json(summary, indent=1) + "\n")
         return summary
 
     @contextmanager
@@ -272,7 +272,7 @@ class RunFiles(TrainerCallback):
             shown = shown_generation(
                 generation, trainer.processing_class, logps, failed=failed, images=config.log_multimodal
             )
-            append_line(self.folder / SHOWN, json.dumps(shown))
+            append_line(self.folder / SHOWN, as_json(shown))
 
     def _about(self) -> dict[str, Any]:
         trainer = self._trainer
