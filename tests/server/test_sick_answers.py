@@ -69,9 +69,7 @@ def test_after_a_broken_answer_the_engine_is_lost_and_recovery_gives_the_same_to
     assert tokens(engine) == plain
 
 
-@pytest.mark.parametrize(
-    ("fault", "proof"), [("token_lost", "logprobs"), ("logprob_missing", "logprobs"), ("prompt_changed", "echo")]
-)
+@pytest.mark.parametrize(("fault", "proof"), [("token_lost", "logprobs"), ("logprob_missing", "logprobs")])
 def test_a_false_answer_is_refused_with_the_name_of_the_proof(
     fault: str, proof: str, engine: VLLMServer, proxy: FaultyProxy
 ) -> None:
