@@ -79,6 +79,17 @@ def test_a_false_answer_is_refused_with_the_name_of_the_proof(
     assert refused.value.check == proof
 
 
+def test_a_prompt_that_is_changed_on_its_way_is_not_answered(engine: VLLMServer, proxy: FaultyProxy) -> None:
+    plain = tokens(engine)
+    proxy.once("prompt_changed")
+    # The server takes the changed call for one that no trainer has signed.
+    with pytest.raises(EngineLost, match=GENERATE) as lost:
+        engine.generate(REQUESTS)
+    lost.value.recover()
+    push_weights(make_model(), engine, 3)
+    assert tokens(engine) == plain
+
+
 def test_exchanged_answers_are_refused(engine: VLLMServer, proxy: FaultyProxy) -> None:
     left = ["exchanged", "exchanged"]
     proxy.rule = lambda path: left.pop() if left and path == GENERATE else None
