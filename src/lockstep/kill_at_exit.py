@@ -7,6 +7,7 @@ of the pipe when this process ends, and then the small process kills the groups.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -80,3 +81,9 @@ def of_users_code() -> KillAtExit:
         if not _of_users_code:
             _of_users_code.append(KillAtExit())
         return _of_users_code[0]
+
+
+def kill_group(group: int) -> None:
+    """Kill a process that leads a group, and everything that it started. The group may be gone already."""
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

@@ -54,7 +54,6 @@ PUSH_OFTEN = [("cut", "/pause"), ("late", "/update_weights"), ("cut", "/finish_w
 LIES = [
     ("token_lost", 1, "logprobs"),
     ("logprob_missing", 1, "logprobs"),
-    ("prompt_changed", 1, "echo"),
     ("exchanged", 2, "keys"),
 ]
 LIES_OFTEN = [("exchanged", 2, "keys")]

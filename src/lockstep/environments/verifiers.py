@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -23,7 +21,7 @@ from datasets import Dataset
 
 from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError, LockstepError
-from lockstep.kill_at_exit import of_users_code
+from lockstep.kill_at_exit import kill_group, of_users_code
 from lockstep.report.waits import waiting
 
 _PROGRAM = Path(__file__).with_name("own_process") / "verifiers_rollouts.py"
@@ -97,7 +95,7 @@ class VerifiersAgent:
         """End the process of verifiers, and all that it started. Without this call they end when the trainer's process ends."""
         with self._lock:
             if self._process is not None:
-                _kill(self._process)
+                kill_group(self._process.pid)
 
     def _request(self, request: dict[str, Any]) -> Future[Any]:
         with self._lock:
@@ -128,7 +126,7 @@ class VerifiersAgent:
         except OSError as error:
             raise InputError(f"{self._command[0]} cannot be started: {error.strerror}") from error
         killer.add(process.pid)
-        timer = threading.Timer(_TIMEOUT, _kill, [process])
+        timer = threading.Timer(_TIMEOUT, kill_group, [process.pid])
         timer.daemon = True
         timer.start()
         assert process.stdout is not None
@@ -140,7 +138,7 @@ class VerifiersAgent:
         except ValueError:
             reply = {"error": f"its process printed {line!r:.80} in place of an answer"}
         if "error" in reply:
-            _kill(process)
+            kill_group(process.pid)
             process.wait()
             of_users_code().remove(process.pid)
             raise InputError(f"verifiers environment {self.__name__} cannot be loaded: {reply['error']}")
@@ -161,7 +159,7 @@ class VerifiersAgent:
                 answer.set_result(reply["result"])
         code = process.wait()
         # What it started may live on.
-        _kill(process)
+        kill_group(process.pid)
         of_users_code().remove(process.pid)
         with self._lock:
             unanswered, self._pending = self._pending, {}
@@ -169,12 +167,6 @@ class VerifiersAgent:
             self._process = None
         for answer in unanswered.values():
             answer.set_exception(LockstepError(f"the process of verifiers ended with code {code}"))
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill the process and everything that it started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def environment(name: str, *, python: str | None = None, **arguments: Any) -> VerifiersAgent:

@@ -11,13 +11,11 @@ import inspect
 import json
 import math
 import os
-import signal
 import subprocess
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, TypeAlias
 
@@ -25,7 +23,7 @@ import numpy as np
 
 from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError
-from lockstep.kill_at_exit import of_users_code
+from lockstep.kill_at_exit import kill_group, of_users_code
 from lockstep.report.waits import waiting
 
 Reward: TypeAlias = float | None
@@ -110,7 +108,7 @@ class Agent:
             try:
                 code, _ = await asyncio.shield(ended)
             finally:
-                _kill(process.pid)
+                kill_group(process.pid)
                 await asyncio.wait_for(ended, _GRACE)
                 killer.remove(process.pid)
             if code != 0:
@@ -153,13 +151,6 @@ def _in_thread(work: Callable[[], Any]) -> asyncio.Future[tuple[Any, BaseExcepti
 
     threading.Thread(target=run, name="lockstep-agent", daemon=True).start()
     return asyncio.wrap_future(found)
-
-
-def _kill(group: int) -> None:
-    """Kill a command and everything that it started."""
-    # The group may be gone already.
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
 
 
 def _environment(base_url: str, api_key: str) -> dict[str, str]:

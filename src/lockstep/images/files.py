@@ -59,10 +59,9 @@ def _check_path(path: str | Path) -> None:
         found = os.stat(path)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise InputError(
-            f"a picture cannot be read: {str(path)[:200]!r} names no file that can be opened ({why}); give a path, the bytes of a "
-            "file, or base64 as data:image/png;base64,..."
-        ) from error
+        # Base64 without its head is longer than a path may be.
+        advice = "; base64 begins with data:image/png;base64," if len(str(path)) > 255 else ""
+        raise InputError(f"a picture cannot be read: {str(path)[:100]}: {why}{advice}") from error
     if not stat.S_ISREG(found.st_mode):
         # Opening a pipe would wait for ever.
         raise InputError(f"a picture cannot be read: {str(path)[:200]} is not a file")

@@ -6,8 +6,6 @@ weights. It then makes a new handshake and push before it uses any answer (fault
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -24,7 +22,7 @@ from lockstep.engines.http.server_calls import HEALTH
 from lockstep.engines.vllm.workers.environment import SOCKETS
 from lockstep.engines.vllm.workers.leftovers import note, remove_listed
 from lockstep.errors import InputError, LockstepError
-from lockstep.kill_at_exit import KillAtExit
+from lockstep.kill_at_exit import KillAtExit, kill_group
 from lockstep.report.waits import waiting
 from lockstep.server.guard import SILENT_LIMIT, SILENT_STATUS
 from lockstep.server.launch import BAD_ARGUMENTS
@@ -208,8 +206,7 @@ class Supervisor:
             except subprocess.TimeoutExpired:
                 self._say(f"the server did not stop within {_STOP_LIMIT:.0f} s; killing it")
         self._note_files(child.pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        kill_group(child.pid)
         child.wait()
         if folder := self._environment.get(SOCKETS):
             remove_listed(Path(folder))

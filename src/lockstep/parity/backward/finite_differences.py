@@ -242,12 +242,11 @@ def check_added(added: Added, drawn: Drawn, limit: float) -> float | None:
     Raises:
         ProofError: they are further apart than the limit.
     """
-    names, step = list(added.named), added.step(_CHANGE)
-    first = added.compare(drawn, names, step)
-    if not first.error <= limit and np.isfinite(first.found).all():
-        if (settled := _settled(added, drawn, first, step, limit)) is None:
-            return None
-        first, step = settled
+    step = added.step(_CHANGE)
+    settled = _settled(added, drawn, added.compare(drawn, list(added.named), step), step, limit)
+    if settled is None:
+        return None
+    first, step = settled
     if first.error <= limit:
         return first.error
     raise ProofError(
@@ -333,8 +332,6 @@ def check_model_gradient(
     first = directions.compare(drawn, names, step)
     if vanishes and np.abs(first.due).max() < _VISIBLE:
         return None
-    if first.error <= limit:
-        return first.error
     if (settled := _settled(directions, drawn, first, step, limit)) is None:
         return None
     first, step = settled
@@ -378,17 +375,19 @@ def check_computed_gradient(distances: Sequence[float], limit: float) -> None:
 def _settled(
     directions: _Comparable, drawn: Drawn, first: Comparison, step: float, limit: float
 ) -> tuple[Comparison, float] | None:
-    """The comparison at a step so small that the slope no longer depends on it, and that step.
+    """The comparison at the first step that is within the limit or on whose size the slope does not depend, and that step.
 
     Where a policy is nearly certain, its gradient is small beside the curvature: a step that changes the sum by a visible amount
     then changes the weights by much. None: the slope depends on every step. A router has chosen other experts, or a kernel computes
-    in few digits.
+    in few digits. A gradient that is not finite is wrong at any step.
 
     Args:
-        first: the comparison at `step`, which is over the limit.
+        first: the comparison at `step`.
     """
     names, before = list(directions.named), math.inf
     for _ in range(_SMALLER_TIMES):
+        if first.error <= limit or not np.isfinite(first.found).all():
+            return first, step
         again = directions.compare(drawn, names, step / _SMALLER)
         apart = float(np.abs(again.due - first.due).max())
         if apart <= 0.25 * first.apart:
@@ -397,9 +396,7 @@ def _settled(
         if not apart < before:
             return None
         first, step, before = again, step / _SMALLER, apart
-        if first.error <= limit:
-            return first, step
-    return None
+    return (first, step) if first.error <= limit else None
 
 
 def _first_wrong(directions: _Comparable, drawn: Drawn, step: float, limit: float) -> str:

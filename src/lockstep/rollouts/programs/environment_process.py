@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
 import typing
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lockstep.child_environment import for_users_code
 from lockstep.errors import LockstepError
-from lockstep.kill_at_exit import of_users_code
+from lockstep.kill_at_exit import kill_group, of_users_code
 from lockstep.report.waits import waiting
 
 _RUNNER = Path(__file__).with_name("environment_runner.py")
@@ -135,8 +132,7 @@ def _exchange(process: subprocess.Popen[str], line: str | None) -> dict[str, Any
 
 def _kill(process: subprocess.Popen[str]) -> None:
     """A thread that still reads from the process gets an end of file, and goes on."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    kill_group(process.pid)
     of_users_code().remove(process.pid)
     process.wait()
 

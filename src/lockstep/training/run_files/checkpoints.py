@@ -98,7 +98,8 @@ def publish(checkpoint: Path) -> None:
     made = staging_place(checkpoint)
     # A command can go on with this copy if the run's own file is damaged.
     if (settings := checkpoint.parent / SETTINGS).is_file():
-        shutil.copyfile(settings, made / SETTINGS)
+        with replacing(made / SETTINGS) as copy:
+            copy.write(settings.read_bytes())
     if checkpoint.is_dir() and _is_complete(checkpoint):
         sync_folder(made)
         # After a kill between these two renames, `finish_replacement` makes the second one.
