@@ -568,6 +568,8 @@ def sweep(
         if verdict in ("FAILED", "refused"):
             failed += verdict == "FAILED"
             print(f"{verdict} {name} {way} {number}: {said}", flush=True)
+        if index % 100 == 99:
+            print(f"{index + 1} of {len(drawn)}: {index + 1 - failed} right", flush=True)
     ran = found.total()
     print(f"\n{'command':20} {'way':8} {'same':>6} {'done':>6} {'refused':>8} {'FAILED':>7} {'of':>6}")
     for name in names:
