@@ -10,7 +10,7 @@ import pytest
 from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
-from played_engine import END, LETTERS, TOKENIZER, PlayedEngine, decode, kept_ids, kept_of, next_token
+from played_engine import END, LETTERS, TOKENIZER, VOCABULARY, PlayedEngine, decode, kept_ids, kept_of, next_token
 
 from lockstep.engines.answers import check_answers
 from lockstep.engines.protocol import Completion, GenerationRequest, Grammar, RequestKey, Sampling, request_seed
@@ -88,7 +88,7 @@ def cases(draw: st.DrawFn) -> tuple[list[GenerationRequest], Interruption]:
     rooms = st.integers(1, earliest or after) | st.integers(after + len(ids) + 1, 24)
     stop = tuple(draw(st.lists(st.text("abc", min_size=1, max_size=4), max_size=2)))
     requests = asked(draw(st.integers(1, 8)), stop=stop, top_p=draw(st.sampled_from([0.9, 1.0])))
-    salt = draw(st.integers(0, 10**6))
+    salt = draw(st.integers(0, VOCABULARY - 1))
     return [
         replace(r, prompt_ids=(*r.prompt_ids.tolist(), salt), sampling=replace(r.sampling, max_tokens=draw(rooms)))
         for r in requests
