@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from lockstep.engines.vllm.in_process import VLLMInProcess
     from lockstep.verify.stage import Stage
 
-pytest_plugins = ["schedule"]
+pytest_plugins = ["portions", "schedule"]
 
 FORK_SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
