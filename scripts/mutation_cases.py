@@ -2646,6 +2646,13 @@ MUTATIONS = [
         "tests/gateway/test_web.py::TestClientsThatGoAway",
     ),
     Mutation(
+        "an agent that returns after its run has ended raises in its thread",
+        "gateway/agents.py",
+        "    found.set_running_or_notify_cancel()\n",
+        "",
+        "tests/gateway/test_agents.py::TestFunctions",
+    ),
+    Mutation(
         "an agent gets the key of the engine's server",
         "gateway/agents.py",
         "**for_users_code(), BASE_URL",

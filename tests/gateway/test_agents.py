@@ -49,6 +49,28 @@ class TestFunctions:
         assert asyncio.run(both()) == [0.5, 0.5]
         assert loops[0] is not loops[1]
 
+    def test_a_function_that_returns_after_its_run_has_ended_says_nothing(self) -> None:
+        go, seen = threading.Event(), threading.Event()
+        errors: list[Any] = []
+
+        async def cancelled() -> None:
+            agent = asyncio.create_task(Agent(lambda *_: seen.set() or go.wait(LIMIT), None, LIMIT).run("", "", ROW))
+            assert await asyncio.to_thread(seen.wait, LIMIT)
+            agent.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await agent
+
+        before, threading.excepthook = threading.excepthook, errors.append
+        try:
+            asyncio.run(cancelled())
+            (thread,) = (t for t in threading.enumerate() if t.name == "lockstep-agent")
+            go.set()
+            thread.join(LIMIT)
+        finally:
+            threading.excepthook = before
+        assert not thread.is_alive()
+        assert not errors
+
     def test_agents_that_block_do_not_wait_for_each_other(self) -> None:
         # More agents than asyncio's default executor has threads on any machine.
         meeting = threading.Barrier(80)

@@ -83,8 +83,7 @@ class Agent:
             result: Any = self.function(base_url, api_key, dict(row))
             return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
 
-        # Shielded: at the time limit the thread goes on, and still sets its result.
-        result, error = await asyncio.shield(_in_thread(work))
+        result, error = await _in_thread(work)
         if error is not None:
             raise AgentFailed(f"agent {self.name} raised {type(error).__name__}: {error}") from error
         return result
@@ -142,6 +141,8 @@ def _in_thread(work: Callable[[], Any]) -> asyncio.Future[tuple[Any, BaseExcepti
     """What work returns or raises, in a thread of its own: what blocks holds up no other agent and not the gateway."""
     # Not as the exception of the future: a cancellation would be one of this rollout, and StopIteration is not allowed there.
     found: Future[tuple[Any, BaseException | None]] = Future()
+    # A running future cannot be cancelled: at a time limit the caller waits no longer, and the thread still sets its result.
+    found.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
