@@ -2912,6 +2912,20 @@ MUTATIONS = [
         HANDSHAKE[1],
     ),
     Mutation(
+        "a resumed run renders its templates with the time of now",
+        "training/run_files/run_clock.py",
+        "            return TemplateClock(moment, is_earlier=True)",
+        "            return TemplateClock(datetime.now(), is_earlier=True)",
+        "tests/training/test_proven_resume.py::test_a_resumed_run_renders_with_the_time_of_its_first_start",
+    ),
+    Mutation(
+        "the prompts of a run have one time",
+        "training/config/online_config.py",
+        "{NAME_IN_TEMPLATES: self.template_clock.strftime_now, **(given or {})}",
+        "{**(given or {})}",
+        "tests/training/test_proven_resume.py::test_a_resumed_run_renders_with_the_time_of_its_first_start",
+    ),
+    Mutation(
         "the receipt's digest of the data leaves pictures out",
         "parity/resume/inputs.py",
         'digest.update("".join(row.pictures.digests).encode())',

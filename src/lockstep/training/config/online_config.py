@@ -10,6 +10,7 @@ import copy
 import logging
 import os
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.secret import masked, without_secrets
 from lockstep.shards.settings import take_settings
 from lockstep.shards.zero.settings import check_values, take_zero_settings
+from lockstep.tokens.clock import NAME_IN_TEMPLATES, TemplateClock
 from lockstep.training.config.checks import check_fields
 from lockstep.training.config.contradictions import (
     BY_METRIC,
@@ -259,6 +261,8 @@ class OnlineConfig(
         if self.shards is not None and self.zero is not None:
             raise InputError("FSDP and DeepSpeed are both asked for; leave one of the two out")
         self.fsdp = self.fsdp_config = self.deepspeed = None
+        # A trainer sets the time of its run (`run_files/run_clock.py`).
+        self.template_clock = TemplateClock(datetime.now())
         super().__post_init__()
         if self.zero is not None:
             check_values(self.zero, self)
@@ -299,6 +303,12 @@ class OnlineConfig(
     def saves_best(self) -> bool:
         """Whether a checkpoint is written after an evaluation that is better than all before, and only then."""
         return value_of(self.save_strategy) == "best"
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments of the run's chat templates: `chat_template_kwargs`, and the run's clock."""
+        given: Any = self.chat_template_kwargs
+        return {NAME_IN_TEMPLATES: self.template_clock.strftime_now, **(given or {})}
 
     @property
     def sharded_by(self) -> str | None:

@@ -139,7 +139,7 @@ def generate_rollout_completions(
 def _ids_of(prompt: Any, tokenizer: PreTrainedTokenizerBase, config: Any) -> Ids:
     if (ids := _as_ids(prompt)) is not None:
         return ids
-    arguments, special = config.chat_template_kwargs, config.add_special_tokens
+    arguments, special = config.template_arguments, config.add_special_tokens
     return whole_numbers(render_prompt(prompt, tokenizer, arguments, add_special_tokens=special))
 
 
