@@ -124,6 +124,15 @@ def test_changed_inputs_are_refused_and_taken_where_that_is_asked_for(make: Make
     assert len(starts[1]["changed"]) == named.count(",") + 1
 
 
+def test_another_micro_batch_is_answered_with_the_field_that_may_change(make: Make, tmp_path: Path) -> None:
+    make(tmp_path).train()
+    smaller = make(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3)
+    with pytest.raises(
+        InputError, match=r"per_device_train_batch_size.*keep .*, and lower token_budget, which a run may"
+    ):
+        smaller.check_resume(str(tmp_path / "checkpoint-2"))
+
+
 def other_folder(model_dir: str, folder: Path, **config: Any) -> str:
     """A copy of a model in another folder, whose config is written anew."""
     shutil.copytree(model_dir, folder)

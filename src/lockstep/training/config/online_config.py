@@ -47,7 +47,7 @@ from lockstep.training.config.fields.logs import LogFields
 from lockstep.training.config.fields.servers import ServerFields
 from lockstep.training.config.fields.tools import ToolFields
 from lockstep.training.config.fields.trl import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
-from lockstep.training.config.launcher import take_launcher
+from lockstep.training.config.launcher import meeting_ranks, take_launcher
 from lockstep.training.config.precision import has_fast_bf16
 
 _logger = logging.getLogger(__name__)
@@ -263,7 +263,8 @@ class OnlineConfig(
         self.fsdp = self.fsdp_config = self.deepspeed = None
         # A trainer sets the time of its run (`run_files/run_clock.py`).
         self.template_clock = TemplateClock(datetime.now())
-        super().__post_init__()
+        with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):
+            super().__post_init__()
         if self.zero is not None:
             check_values(self.zero, self)
             self.deepspeed = self.zero.field
