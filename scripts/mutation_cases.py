@@ -2940,6 +2940,20 @@ MUTATIONS = [
         "tests/training/test_checkpoints_and_directory.py::test_an_interrupted_run_goes_on_only_with_the_same_settings",
     ),
     Mutation(
+        "what a library builds from a mapping is built after the model is loaded",
+        "training/config/built_once.py",
+        "            build(given)",
+        "            pass",
+        "tests/training/test_built_once.py",
+    ),
+    Mutation(
+        "a schedule by metric is never stepped before the model is loaded",
+        "training/config/contradictions.py",
+        "            else _reduced(name, given)",
+        "            else []",
+        "tests/training/test_built_once.py",
+    ),
+    Mutation(
         "a resumed run renders its templates with the time of now",
         "training/run_files/run_clock.py",
         "            return TemplateClock(moment, is_earlier=True)",

@@ -26,6 +26,7 @@ from lockstep.secret import masked, without_secrets
 from lockstep.shards.settings import take_settings
 from lockstep.shards.zero.settings import check_values, take_zero_settings
 from lockstep.tokens.clock import NAME_IN_TEMPLATES, TemplateClock
+from lockstep.training.config.built_once import check_accelerator, check_mappings
 from lockstep.training.config.checks import check_fields
 from lockstep.training.config.contradictions import (
     BY_METRIC,
@@ -263,6 +264,7 @@ class OnlineConfig(
         self.fsdp = self.fsdp_config = self.deepspeed = None
         # A trainer sets the time of its run (`run_files/run_clock.py`).
         self.template_clock = TemplateClock(datetime.now())
+        check_accelerator(self.accelerator_config)
         with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):
             super().__post_init__()
         if self.zero is not None:
@@ -429,6 +431,7 @@ class OnlineConfig(
             if not isinstance(getattr(self, name), dict | None):
                 raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
         check_init_kwargs(self.model_init_kwargs or {})  # type: ignore[arg-type]
+        check_mappings(self)
 
     def _check_engine(self) -> None:
         server, owner = self.vllm_mode == "server", self.process_index == 0

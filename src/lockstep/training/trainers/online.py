@@ -40,6 +40,8 @@ from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.tokens.clock import TemplateClock
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import embedding_rows
+from lockstep.training.config.built_once import check_adapter
+from lockstep.training.config.checks import check_installed
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.data.given_data import SINGLE, GivenData, read_data
@@ -172,6 +174,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         processing_class, image_processor = parts_of_processor(processing_class)
         check_kinds(model, processing_class, callbacks, optimizers, engine)
         check_reference(model, ref_model, args, peft_config)
+        check_adapter(peft_config)
+        check_installed([args.report_to] if isinstance(args.report_to, str) else args.report_to or ())
         self.ranks = Ranks(_LONGEST_CALL * args.generation_timeout * (args.generations_ahead + 1))
         self.alarms = Alarms(owner=self.ranks.owner)
         args.template_clock = self.ranks.from_owner(
