@@ -103,6 +103,12 @@ class TestFunctions:
         with pytest.raises(AgentFailed, match=type(error).__name__):
             run(agent)
 
+    def test_an_agent_whose_parameters_do_not_fit_gets_advice(self) -> None:
+        with pytest.raises(
+            AgentFailed, match=r"it is called as agent\(base_url, api_key, row\): give it these parameters"
+        ):
+            run(lambda base_url: None)
+
     def test_an_agent_that_does_not_end_fails_the_rollout(self) -> None:
         end = threading.Event()
         with pytest.raises(AgentFailed, match="did not end within"):

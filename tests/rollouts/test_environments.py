@@ -102,6 +102,15 @@ def test_a_column_named_seed_comes_before_the_seed_of_the_rollout(stage: Any) ->
     assert (found.one.instance.seed, found.one.instance.row) == (11, {"level": 2})
 
 
+def test_a_reset_that_does_not_take_the_columns_gets_advice(stage: Any) -> None:
+    class Narrow:
+        def reset(self) -> None:
+            """Nothing to begin."""
+
+    with pytest.raises(EnvironmentFailed, match=r"as in def reset\(self, \*\*kwargs\)"):
+        stage(Narrow).reset(answer=7)
+
+
 def test_a_reward_may_come_from_a_coroutine_or_not_at_all(stage: Any) -> None:
     for kind, reward in ((games.Later, 0.5), (games.Quiet, None)):
         found = stage(kind)

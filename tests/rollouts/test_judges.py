@@ -100,3 +100,12 @@ def test_a_judge_is_waited_for_no_longer_than_its_time() -> None:
 
     with pytest.raises(InputError, match=r"judge Judge took longer than 0\.05 s"):
         judge_pairs(PAIRS, Judge(waits), 0.05)
+
+
+def test_a_judge_whose_parameters_do_not_fit_gets_advice() -> None:
+    class Short:
+        def judge(self, prompts: list[str]) -> list[int]:
+            return [0] * len(prompts)
+
+    with pytest.raises(InputError, match=r"it is called as judge\(prompts, completions, shuffle_order=…\)"):
+        judge_pairs(PAIRS, Short(), 5.0)  # type: ignore[arg-type]

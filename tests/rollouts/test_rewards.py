@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -375,3 +376,71 @@ def test_after_a_function_has_blocked_the_loop_the_next_one_gets_another(monkeyp
         assert rewards_of(answers, timeout=5) == [[1.0] * 3] * 2
     finally:
         done.set()
+
+
+def ones(completions: list[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
+async def ones_later(completions: list[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def asks_for_more(completions: list[str], solution: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def fails_inside(completions: list[str], **_: Any) -> list[float]:
+    return [1 + text for text in completions]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"),
+    [
+        (ones, r"add \*\*kwargs to its parameters, as in def reward\(completions, \*\*kwargs\)$"),
+        (ones_later, r"add \*\*kwargs to its parameters"),
+        (functools.partial(ones), r"add \*\*kwargs to its parameters"),
+        (asks_for_more, "asks for solution, and reward functions get answer, completion_ids, .*: rename the parameter"),
+        (fails_inside, r"unsupported operand type\(s\) for \+: 'int' and 'str'$"),
+    ],
+)
+def test_a_function_whose_parameters_do_not_fit_gets_advice(function: Any, advice: str) -> None:
+    with pytest.raises(InputError, match=advice):
+        rewards_of(function)
+
+
+def parses(completions: list[str], **_: Any) -> list[float]:
+    from math_verify import parse
+
+    return [float(bool(parse(text))) for text in completions]
+
+
+async def parses_later(completions: list[str], **_: Any) -> list[float]:
+    return parses(completions)
+
+
+def parses_in_a_thread(completions: list[str], **_: Any) -> list[float]:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(parses, completions).result()
+
+
+@pytest.mark.parametrize(
+    ("function", "in_main_thread", "advice"),
+    [
+        (parses_later, True, "coroutine functions run in a loop beside it: make it a plain function"),
+        (parses_in_a_thread, True, "the function has started a thread: call it there"),
+        (parses, False, "leave out overlap_rewards, and max_staleness together with environments"),
+    ],
+)
+def test_where_math_verify_cannot_set_its_time_limit_the_setting_is_named(
+    function: Any, in_main_thread: bool, advice: str
+) -> None:
+    def call() -> str:
+        with pytest.raises(InputError) as found:
+            rewards_of(function)
+        return str(found.value)
+
+    with ThreadPoolExecutor(1) as pool:
+        said = call() if in_main_thread else pool.submit(call).result()
+    assert advice in said
+    assert "parsing_timeout=None and timeout_seconds=None" in said

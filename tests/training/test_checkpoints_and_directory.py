@@ -144,6 +144,9 @@ def test_an_interrupted_run_goes_on_only_with_the_same_settings(tmp_path: Path) 
     assert open_run(tmp_path / "run", given).checkpoint == good
     with pytest.raises(InputError, match=r"other settings \(seed was 1, is 2\)"):
         open_run(tmp_path / "run", {**given, "seed": 2})
+    sizes = {**given, "per_device_train_batch_size": 4}
+    with pytest.raises(InputError, match="keep per_device_train_batch_size, and lower token_budget, which a run may"):
+        open_run(tmp_path / "run", sizes)
 
 
 def test_a_finished_run_is_left_alone_and_the_next_goes_beside_it(tmp_path: Path) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import lockstep
 from lockstep.errors import InputError
-from lockstep.training.config.launcher import take_launcher
+from lockstep.report import waits
+from lockstep.training.config.launcher import meeting_ranks, take_launcher
 
 PRECISION = "ACCELERATE_MIXED_PRECISION"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -72,3 +78,54 @@ def test_a_launch_on_the_cpu_is_one_of_the_config() -> None:
     fields: Any = SimpleNamespace(use_cpu=False, deepspeed=None)
     take_launcher(fields, {"ACCELERATE_USE_CPU": "true"})
     assert fields.use_cpu is True
+
+
+def of_ranks(rank: int, port: int) -> dict[str, str]:
+    return {"WORLD_SIZE": "4", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def test_a_rank_says_that_it_waits_for_rank_0_and_does_so_no_longer_than_its_limit(
+    closed_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    real = socket.create_connection
+
+    def connect(*args: Any, **kwargs: Any) -> socket.socket:
+        said.extend(waits._WAITS.lines(time.monotonic(), 0))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    for name, value in of_ranks(1, closed_port).items():
+        monkeypatch.setenv(name, value)
+    expected = (
+        rf"4 processes meet at 127\.0\.0\.1:{closed_port} .*nobody answers there \(.*refused.*\).*unset WORLD_SIZE"
+    )
+    with pytest.raises(InputError, match=expected):
+        config(tmp_path, ddp_timeout=1)
+    assert said[0] == f"waiting for rank 0 to answer at 127.0.0.1:{closed_port} (MASTER_ADDR, MASTER_PORT)"
+
+
+def test_rank_0_says_that_it_waits_and_torchs_error_becomes_one_sentence(closed_port: int) -> None:
+    said: list[str] = []
+
+    def meet() -> None:
+        with meeting_ranks(of_ranks(0, closed_port), 60.0, use_cpu=True):
+            said.extend(waits._WAITS.lines(time.monotonic(), 0).values())
+            dist.TCPStore("127.0.0.1", 0, 4, True, timedelta(milliseconds=10))
+
+    with pytest.raises(InputError, match=r"not all came in time \(.*\): start all of them"):
+        meet()
+    where = f"127.0.0.1:{closed_port}"
+    assert said == [f"waiting for the 4 processes of WORLD_SIZE to meet at {where}: 0 s of at most 1800 s"]
+
+
+def test_one_process_waits_for_nobody() -> None:
+    with meeting_ranks({"WORLD_SIZE": "1"}, 60.0, use_cpu=True):
+        assert waits._WAITS.lines(time.monotonic(), 0) == {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import closing
@@ -12,6 +14,7 @@ from unittest.mock import patch
 
 import methods
 import pytest
+import tiny
 import torch
 from datasets import Dataset
 from methods import GROUPS, PROMPTS, lora
@@ -19,6 +22,7 @@ from portions import portion
 from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
+import lockstep
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.policy import load_policy
@@ -118,6 +122,15 @@ def test_changed_inputs_are_refused_and_taken_where_that_is_asked_for(make: Make
     starts = [entry["inputs"] for entry in read_receipt(tmp_path / RECEIPT) if entry["kind"] == "start"]
     assert "changed" not in starts[0]
     assert len(starts[1]["changed"]) == named.count(",") + 1
+
+
+def test_another_micro_batch_is_answered_with_the_field_that_may_change(make: Make, tmp_path: Path) -> None:
+    make(tmp_path).train()
+    smaller = make(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3)
+    with pytest.raises(
+        InputError, match=r"per_device_train_batch_size.*keep .*, and lower token_budget, which a run may"
+    ):
+        smaller.check_resume(str(tmp_path / "checkpoint-2"))
 
 
 def other_folder(model_dir: str, folder: Path, **config: Any) -> str:
@@ -313,3 +326,68 @@ def test_changed_inputs_of_an_attempt_without_a_checkpoint_do_not_count(make: Ma
         resume(make(tmp_path, {"train_dataset": other_rows()}, max_steps=4), tmp_path)
     resume(make(tmp_path, max_steps=3), tmp_path)
     check_receipt(tmp_path / RECEIPT)
+
+
+CLOCK_TEMPLATE = tiny.TEMPLATE + "{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}"
+MESSAGES = Dataset.from_dict(
+    {"prompt": [[{"role": "user", "content": word}] for word in ("one", "two", "three", "four")]}
+)
+
+
+def with_clock() -> dict[str, Any]:
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.chat_template = CLOCK_TEMPLATE
+    return {"processing_class": tokenizer, "train_dataset": MESSAGES}
+
+
+def times(run: Any) -> set[str]:
+    return {run.processing_class.decode(p.ids).rpartition(">")[2] for p in run._train_prompts}
+
+
+def test_a_resumed_run_renders_with_the_time_of_its_first_start(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first = make(tmp_path / "run", with_clock())
+    assert "the chat template contains the time: every prompt and turn of this run has 20" in caplog.text
+    first.train()
+    (moment,) = times(first)
+    for further in (3, 4):
+        again = make(tmp_path / "run", with_clock(), max_steps=further)
+        resume(again, tmp_path / "run", further - 1)
+        assert times(again) == {moment}
+        assert again.state.global_step == further
+    assert again.args.template_clock.moment.isoformat(" ") == moment
+
+    other = make(tmp_path / "other", with_clock(), max_steps=5)
+    with pytest.raises(
+        InputError, match=r"train data\. The chat template contains the time.*Set resume_from_checkpoint="
+    ):
+        other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    named = make(tmp_path / "other", with_clock(), resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert times(named) == {moment}
+    caplog.clear()
+    named.args.resume_from_checkpoint = None
+    named.check_resume(None)
+    assert "give another output_dir for a new run of today" in caplog.text
+
+
+def test_an_older_receipt_without_a_time_is_named_as_the_cause(make: Make, tmp_path: Path) -> None:
+    make(tmp_path, with_clock()).train()
+    (start,) = [entry for entry in read_receipt(tmp_path / RECEIPT) if entry["kind"] == "start"]
+    del start["inputs"]["clock of chat templates"]
+    run = make(tmp_path / "other", with_clock(), max_steps=3)
+    run.checked = tmp_path / "checkpoint-2", start
+    with pytest.raises(InputError, match="the run's receipt names no time"):
+        run.check_resume(str(tmp_path / "checkpoint-2"))
+
+
+def test_every_template_of_a_run_gets_the_clock_of_the_run() -> None:
+    source = Path(lockstep.__file__).parent
+    found = {
+        str(path.relative_to(source))
+        for path in source.rglob("*.py")
+        if re.search(r"(config|args)\.chat_template_kwargs", path.read_text(encoding="utf-8"))
+    }
+    # What the user has given, under TRL's name.
+    assert found <= {"training/trainers/trl_names.py"}

@@ -391,6 +391,11 @@ def test_an_error_of_a_rollout_func_is_one_clear_error(make: Make) -> None:
         make(rollout_func=broken).train()
 
 
+def test_a_rollout_func_whose_parameters_do_not_fit_gets_advice(make: Make) -> None:
+    with pytest.raises(InputError, match=r"it is called as rollout_func\(prompts, trainer\)"):
+        make(rollout_func=lambda prompts: {}).train()
+
+
 def test_rollout_completions_are_for_rollout_funcs(make: Make) -> None:
     with pytest.raises(InputError, match="call it from there"):
         lockstep.generate_rollout_completions(make(tools=[multiply]), ["hello"])

@@ -194,7 +194,8 @@ def test_an_evaluation_is_the_same_on_both_ranks_and_on_one(alone: Alone, found:
         # The figures of the proof have the rounding of other packs.
         assert own["metrics"] == pytest.approx(alone("evaluated")["metrics"], abs=1e-5)
     # Only the rank with the engine writes the receipt, and digests what stands in it.
-    assert [own["inputs"] for own in found("evaluated")] == [["data", "code", "settings", "model", "surroundings"], []]
+    inputs = ["data", "code", "settings", "model", "surroundings", "clock of chat templates"]
+    assert [own["inputs"] for own in found("evaluated")] == [inputs, []]
 
 
 def test_each_rollout_is_scored_once_and_all_ranks_know_the_scores(found: Found) -> None:

@@ -25,6 +25,7 @@ from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError
 from lockstep.kill_at_exit import kill_group, of_users_code
 from lockstep.report.waits import waiting
+from lockstep.rollouts.call_fits import not_callable_as
 
 Reward: TypeAlias = float | None
 # agent(base_url, api_key, row) -> reward or None
@@ -85,7 +86,10 @@ class Agent:
 
         result, error = await _in_thread(work)
         if error is not None:
-            raise AgentFailed(f"agent {self.name} raised {type(error).__name__}: {error}") from error
+            advice = ""
+            if isinstance(error, TypeError) and self.function is not None:
+                advice = not_callable_as(self.function, "agent(base_url, api_key, row)", base_url, api_key, row)
+            raise AgentFailed(f"agent {self.name} raised {type(error).__name__}: {error}{advice}") from error
         return result
 
     async def _execute(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:

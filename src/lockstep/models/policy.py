@@ -18,6 +18,7 @@ from lockstep.errors import InputError
 from lockstep.model_files import load_files
 from lockstep.models.loaded_checks import refuse_adapter, refuse_incomplete
 from lockstep.models.vision import model_class
+from lockstep.secret import without_secrets
 
 # The errors that libraries raise for a damaged or foreign file. Which one it is depends on the wrong bytes.
 BAD_FILES = (
@@ -48,7 +49,8 @@ def load_policy(path: str, model_init_kwargs: dict[str, Any] | None = None) -> P
     except BAD_FILES as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"cannot load a causal language model from {path}: {first_line(error)}") from error
+        given = f" with model_init_kwargs={without_secrets(model_init_kwargs)}" if model_init_kwargs else ""
+        raise InputError(f"cannot load a causal language model from {path}{given}: {first_line(error)}") from error
     refuse_adapter(f"model {path}", model)
     refuse_incomplete(f"model {path}", report)
     return model

@@ -55,7 +55,7 @@ def chat_template(stage: Stage) -> list[Row]:
     if stage.tokenizer.chat_template is None:
         return [Row("chat template", "none: prompts are plain text", "-", True)]
     question = [{"role": "user", "content": "Which number is larger, 38 or 61?"}]
-    kwargs = dict(stage.config.chat_template_kwargs or {})  # type: ignore[arg-type]
+    kwargs = stage.config.template_arguments
     opened = render_prompt(question, stage.tokenizer, kwargs)
     answered = stage.tokenizer.apply_chat_template(
         [*question, {"role": "assistant", "content": "61"}], tokenize=True, return_dict=True, **kwargs

@@ -81,12 +81,13 @@ def changed_inputs(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     ]
 
 
-def check_inputs(changed: Sequence[str], *, accept: bool) -> None:
+def check_inputs(changed: Sequence[str], *, accept: bool, hint: str = "") -> None:
     """Refuse to resume with other inputs, unless that is wanted.
 
     Args:
         changed: names of the inputs that have changed since the run was interrupted.
         accept: whether changed inputs are wanted.
+        hint: what is known of the cause; empty, or a sentence with a space at its end.
 
     Raises:
         InputError: an input has changed, and `accept` is False.
@@ -94,7 +95,7 @@ def check_inputs(changed: Sequence[str], *, accept: bool) -> None:
     if changed and not accept:
         more = f" and {len(changed) - _NAMED} more" if len(changed) > _NAMED else ""
         raise InputError(
-            f"the run cannot go on as it began, because these have changed since: {', '.join(changed[:_NAMED])}{more}. Put the "
-            "old ones back, set resume_with_changes=true to go on with the new ones (the receipt will say so), or give another "
+            f"the run cannot go on as it began, because these have changed since: {', '.join(changed[:_NAMED])}{more}. {hint}Put "
+            "the old ones back, set resume_with_changes=true to go on with the new ones (the receipt will say so), or give another "
             "output_dir to start from the beginning"
         )

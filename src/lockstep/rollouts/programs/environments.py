@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.errors import InputError, LockstepError
+from lockstep.rollouts.call_fits import not_callable_by_name
 from lockstep.rollouts.programs.content import Content, content_of_blocks, giving, printable
 from lockstep.rollouts.programs.environment_process import EnvironmentDied, ProcessEnvironment
 from lockstep.rollouts.programs.tools import Schema, ToolCalls, ToolResult, tool_of
@@ -153,7 +154,11 @@ class Environment:
         try:
             return await self._calls.call(giving(getattr(self.instance, method), made), given, self._place)
         except (TookTooLong, Raised) as error:
-            raise self.fail(method, str(error)) from error
+            advice = ""
+            if isinstance(error.__cause__, TypeError):
+                own, example = getattr(self.instance, method), f"def {method}(self, **kwargs)"
+                advice = not_callable_by_name(own, given, "environments", example)
+            raise self.fail(method, f"{error}{advice}") from error
 
     async def _said(self, method: str, given: Mapping[str, Any]) -> Content | None:
         """What a method gives the model to read."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lockstep.errors import InputError
+from lockstep.rollouts.call_fits import not_callable_as
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.scores.guarded_call import TooSlow, call_within
 from lockstep.rollouts.scores.reward_log import RewardLog
@@ -70,7 +71,11 @@ def judge_pairs(
     except (KeyboardInterrupt, TooSlow):
         raise
     except BaseException as error:
-        raise RewardRaised(f"judge {name} raised {type(error).__name__}: {error}") from error
+        advice = ""
+        if isinstance(error, TypeError):
+            called = "judge(prompts, completions, shuffle_order=…)"
+            advice = not_callable_as(judge.judge, called, prompts, completions, shuffle_order=shuffle_order)
+        raise RewardRaised(f"judge {name} raised {type(error).__name__}: {error}{advice}") from error
     return _checked(name, answer, len(groups))
 
 

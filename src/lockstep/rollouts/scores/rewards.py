@@ -11,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lockstep.errors import InputError
 from lockstep.images.reading import with_opened_images
 from lockstep.report.waits import waiting
+from lockstep.rollouts.call_fits import not_callable_by_name
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.scores.coroutines import Interrupted, is_coroutine_function, run_coroutine, unwrapped
 from lockstep.rollouts.scores.guarded_call import TooSlow, call_within, uses_signal
@@ -219,7 +221,7 @@ def _call(function: RewardFunction, arguments: dict[str, Any], timeout: float) -
         raise
     except BaseException as error:
         # SystemExit too: a reward function does not end the run without a word.
-        raise _raised(function, error) from error
+        raise _raised(function, error, arguments) from error
 
 
 def _own_lists(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -249,17 +251,37 @@ async def _awaited(function: RewardFunction, arguments: dict[str, Any]) -> Any:
     except asyncio.CancelledError:
         raise
     except BaseException as error:
-        raise _raised(function, error) from error
+        raise _raised(function, error, arguments) from error
 
 
-def _raised(function: RewardFunction, error: BaseException) -> RewardRaised:
-    where = ""
+def _raised(function: RewardFunction, error: BaseException, arguments: Mapping[str, Any]) -> RewardRaised:
+    advice = ""
     if uses_signal(error):
-        where = (
-            "; it was called outside the main thread, where it is called without overlap_rewards, and without max_staleness "
-            "together with environments"
+        advice = _how_to_use_a_signal(function)
+    elif isinstance(error, TypeError):
+        example = "def reward(completions, **kwargs)"
+        advice = not_callable_by_name(function, arguments, "reward functions", example)
+    return RewardRaised(f"reward function {reward_name(function)} raised {type(error).__name__}: {error}{advice}")
+
+
+def _how_to_use_a_signal(function: RewardFunction) -> str:
+    without = (
+        "or give what it calls no time limit of its own (math-verify: parsing_timeout=None and timeout_seconds=None): "
+        "reward_timeout ends a call that takes too long"
+    )
+    if is_coroutine_function(function):
+        return (
+            f"; only the main thread handles signals, and coroutine functions run in a loop beside it: make it a plain function, "
+            f"{without}"
         )
-    return RewardRaised(f"reward function {reward_name(function)} raised {type(error).__name__}: {error}{where}")
+    if threading.current_thread() is threading.main_thread():
+        return (
+            f"; only the main thread handles signals, and the function has started a thread: call it there, {without}"
+        )
+    return (
+        "; only the main thread handles signals: leave out overlap_rewards, and max_staleness together with environments, and "
+        f"start training in the main thread, {without}"
+    )
 
 
 def _checked(name: str, answer: Any, count: int) -> Scores:

@@ -16,6 +16,7 @@ from transformers.utils import get_json_schema
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined
+from lockstep.tokens.clock import NAME_IN_TEMPLATES
 from lockstep.tokens.conversation.continuation import Branch, Continuation, Insert, closing_tokens
 from lockstep.tokens.conversation.extension_proof import CALLS, REFUSED, proven_cases
 from lockstep.tokens.conversation.family_renderer import FamilyRenderer
@@ -69,7 +70,9 @@ class Extension:
         schemas = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or ()]
         self._template = Template(tokenizer, end_ids, chat_template_kwargs, schemas, placeholder)
         ends = sorted({*end_ids, *closing_tokens(self._template)})
-        family = None if renderer is None else FamilyRenderer(renderer, tokenizer, chat_template_kwargs, schemas)
+        # A renderer has no clock.
+        own = {k: v for k, v in (chat_template_kwargs or {}).items() if k != NAME_IN_TEMPLATES}
+        family = None if renderer is None else FamilyRenderer(renderer, tokenizer, own, schemas)
         self._reader = TurnReader(self._template, ends, schemas_of(schemas), tool_format, family)
         self._continuation = Continuation(self._template, self._reader, ends, family)
         self.conventions, self.reads_calls = self._reader.conventions, self._reader.reads_calls

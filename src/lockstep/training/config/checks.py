@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, fields
 from typing import Any, NamedTuple, get_type_hints
 
@@ -92,6 +92,7 @@ BOUNDS: dict[str, Bounds] = {
     "vllm_importance_sampling_clip_min": Bounds(0),
     "vllm_max_num_seqs": COUNT,
     "token_budget": COUNT,
+    "ddp_timeout": COUNT,
     "logits_chunk_size": COUNT,
     "gradient_accumulation_steps": COUNT,
     "per_device_train_batch_size": COUNT,
@@ -241,3 +242,20 @@ def check_trackers(report_to: Any) -> None:
     for name in named:
         if name not in known:
             raise InputError(f"report_to: there is no tracker {name!r}; there are {', '.join(sorted(known))}")
+
+
+def check_installed(report_to: Iterable[str]) -> None:
+    """Refuse trackers that this machine does not have. transformers would raise after the model is loaded.
+
+    Raises:
+        InputError: a tracker is not installed.
+    """
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+    # transformers does not say of these two whether they are there.
+    here = {*get_available_reporting_integrations(), "azure_ml", "flyte", "all", "none"}
+    if missing := [name for name in report_to if name not in here]:
+        raise InputError(
+            f"report_to: the tracker {missing[0]} is not installed, or a variable of the environment switches it off; install it, "
+            "or leave it out"
+        )

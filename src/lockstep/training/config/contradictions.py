@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer, get_scheduler
@@ -116,20 +117,39 @@ def check_schedule(config: OnlineConfig) -> None:
     try:
         made = get_scheduler(name, optimizer, warmup, total, given)
         factors = (
-            [made.lr_lambdas[0](s) for s in (0, 1, warmup, total // 2, total)] if hasattr(made, "lr_lambdas") else []
+            [made.lr_lambdas[0](s) for s in sorted({0, 1, warmup, *range(0, total, max(1, total // 100)), total})]
+            if hasattr(made, "lr_lambdas")
+            else _reduced(name, given)
         )
+        bad = [f for f in factors if isinstance(f, complex) or not math.isfinite(f) or f < 0]
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RuntimeError) as error:
         said = f" with lr_scheduler_kwargs={given}" if given else ""
         raise InputError(
             f"lr_scheduler_type={name}{said} cannot be used: {error}; lr_scheduler_kwargs has its arguments, and its numbers "
             "stand without quotation marks"
         ) from error
-    if bad := [f for f in factors if isinstance(f, complex) or not math.isfinite(f) or f < 0]:
+    if bad:
         raise InputError(
             f"lr_scheduler_type={name} multiplies learning_rate by {bad[0]} at some step; change lr_scheduler_kwargs"
         )
+    if name == "constant_with_warmup" and given:
+        raise InputError(
+            f"lr_scheduler_type={name} takes no lr_scheduler_kwargs, and there are {given}; leave them out"
+        )
     if name in BY_METRIC and warmup and config.process_index == 0:
         _logger.warning(f"lr_scheduler_type={name} has no warm-up, so that warmup_steps has no effect")
+
+
+def _reduced(name: str, given: Any) -> list[float]:
+    """Rates, as shares of the first one, of a schedule by metric whose metric stays as it is: at once, and without patience."""
+    found = []
+    for patience in ({}, {"patience": 0}):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        made = get_scheduler(name, optimizer, scheduler_specific_kwargs={**(given or {}), **patience})
+        for _ in range(4):
+            made.step(0.0)
+            found.append(optimizer.param_groups[0]["lr"])
+    return found
 
 
 # These look at the modules of the model when they are made.
@@ -150,6 +170,11 @@ def check_optimizer(config: OnlineConfig) -> None:
     try:
         made, settings = Trainer.get_optimizer_cls_and_kwargs(config)
         made([torch.nn.Parameter(torch.zeros(1))], **settings)
+        if given and config.process_index == 0:
+            other = copy.copy(config)
+            other.optim_args = None
+            if Trainer.get_optimizer_cls_and_kwargs(other) == (made, settings):
+                _logger.warning(f"optim_args={given} changes nothing of optim={name}")
     except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RuntimeError, ImportError) as error:
         said = f" with optim_args={given}" if given else ""
         raise InputError(

@@ -7,10 +7,16 @@ threads, which are read as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 from lockstep.errors import InputError
+from lockstep.report.waits import waiting
 
 if TYPE_CHECKING:
     from lockstep.training.config.online_config import OnlineConfig
@@ -23,6 +29,56 @@ _REFUSED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not supported; use FSDP2 or DeepSpeed ZeRO-3",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism config is not supported; use FSDP2 or DeepSpeed ZeRO-3",
 }
+
+# torch's own limit where transformers gives it none: on a CPU.
+_LIMIT_ON_CPU = 1800.0
+# Seconds of one try to reach rank 0, and between two tries.
+_TRY, _PAUSE = 5.0, 0.2
+
+
+@contextmanager
+def meeting_ranks(environment: Mapping[str, str], limit: float, *, use_cpu: bool) -> Iterator[None]:
+    """A block in which torch lets the ranks meet; nothing where there is one rank, or they have met.
+
+    torch waits half an hour without a word, and then ends in a traceback.
+
+    Args:
+        limit: seconds that the ranks may take (`ddp_timeout`).
+
+    Raises:
+        InputError: not all ranks come in time.
+    """
+    count = environment.get("WORLD_SIZE", "")
+    if not count.isdigit() or int(count) < 2 or dist.is_initialized():
+        yield
+        return
+    host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    where = f"{host or '(no MASTER_ADDR)'}:{port or '(no MASTER_PORT)'}"
+    asked = f"WORLD_SIZE is {count}, so that {count} processes meet at {where} (MASTER_ADDR, MASTER_PORT)"
+    instead = "start all of them, with torchrun or accelerate launch; for one alone, unset WORLD_SIZE. ddp_timeout has the seconds"
+    # Under torchrun its own process answers there, also for rank 0.
+    if environment.get("RANK", "0") != "0" and host and port.isdigit():
+        _await_answer(host, int(port), limit, f"{asked}, and nobody answers there ({{}}): {instead}")
+    try:
+        with waiting(f"the {count} processes of WORLD_SIZE to meet at {where}", _LIMIT_ON_CPU if use_cpu else limit):
+            yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise InputError(f"{asked}, and not all came in time ({str(error).splitlines()[0]:.200}): {instead}") from error
+
+
+def _await_answer(host: str, port: int, limit: float, otherwise: str) -> None:
+    end, said = time.monotonic() + limit, [""]
+    with waiting(f"rank 0 to answer at {host}:{port} (MASTER_ADDR, MASTER_PORT)", limit, lambda: said[0]):
+        while True:
+            try:
+                socket.create_connection((host, port), timeout=max(0.1, min(_TRY, end - time.monotonic()))).close()
+                return
+            except OSError as error:
+                # A host without a name may get one later.
+                said[0] = str(error)
+            if time.monotonic() + _PAUSE > end:
+                raise InputError(otherwise.replace("{}", said[0]))
+            time.sleep(_PAUSE)
 
 
 def take_launcher(config: OnlineConfig, environment: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ import copy
 import logging
 import os
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Literal
 
 import torch
@@ -24,6 +25,8 @@ from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.secret import masked, without_secrets
 from lockstep.shards.settings import take_settings
 from lockstep.shards.zero.settings import check_values, take_zero_settings
+from lockstep.tokens.clock import NAME_IN_TEMPLATES, TemplateClock
+from lockstep.training.config.built_once import check_accelerator, check_mappings
 from lockstep.training.config.checks import check_fields
 from lockstep.training.config.contradictions import (
     BY_METRIC,
@@ -45,7 +48,7 @@ from lockstep.training.config.fields.logs import LogFields
 from lockstep.training.config.fields.servers import ServerFields
 from lockstep.training.config.fields.tools import ToolFields
 from lockstep.training.config.fields.trl import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
-from lockstep.training.config.launcher import take_launcher
+from lockstep.training.config.launcher import meeting_ranks, take_launcher
 from lockstep.training.config.precision import has_fast_bf16
 
 _logger = logging.getLogger(__name__)
@@ -259,7 +262,11 @@ class OnlineConfig(
         if self.shards is not None and self.zero is not None:
             raise InputError("FSDP and DeepSpeed are both asked for; leave one of the two out")
         self.fsdp = self.fsdp_config = self.deepspeed = None
-        super().__post_init__()
+        # A trainer sets the time of its run (`run_files/run_clock.py`).
+        self.template_clock = TemplateClock(datetime.now())
+        check_accelerator(self.accelerator_config)
+        with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):
+            super().__post_init__()
         if self.zero is not None:
             check_values(self.zero, self)
             self.deepspeed = self.zero.field
@@ -299,6 +306,12 @@ class OnlineConfig(
     def saves_best(self) -> bool:
         """Whether a checkpoint is written after an evaluation that is better than all before, and only then."""
         return value_of(self.save_strategy) == "best"
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments of the run's chat templates: `chat_template_kwargs`, and the run's clock."""
+        given: Any = self.chat_template_kwargs
+        return {NAME_IN_TEMPLATES: self.template_clock.strftime_now, **(given or {})}
 
     @property
     def sharded_by(self) -> str | None:
@@ -418,6 +431,7 @@ class OnlineConfig(
             if not isinstance(getattr(self, name), dict | None):
                 raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
         check_init_kwargs(self.model_init_kwargs or {})  # type: ignore[arg-type]
+        check_mappings(self)
 
     def _check_engine(self) -> None:
         server, owner = self.vllm_mode == "server", self.process_index == 0

@@ -175,7 +175,7 @@ def read_prompts(
         InputError: on every rank; a rank cannot use its data (see `load_prompts`), a prompt has a token without an
             embedding, or two ranks have different prompts.
     """
-    room, arguments = longest - config.completion_limit, config.chat_template_kwargs
+    room, arguments = longest - config.completion_limit, config.template_arguments
     found: dict[str, list[Prompt]] = {}
 
     def read() -> list[Any]:
@@ -185,7 +185,7 @@ def read_prompts(
                 name,
                 tokenizer,
                 max_prompt_length=room,
-                chat_template_kwargs=arguments,  # type: ignore[arg-type]
+                chat_template_kwargs=arguments,
                 ids_of=ids_of,
                 images=images,
                 add_special_tokens=config.add_special_tokens,
@@ -197,8 +197,13 @@ def read_prompts(
     parts = [read()] if ranks.count == 1 else ranks.share("prompts", read)
     if ranks.owner:
         every = [p for prompts in found.values() for p in prompts]
-        _tell_guarded(every, template_of(tokenizer, arguments))  # type: ignore[arg-type]
+        _tell_guarded(every, template_of(tokenizer, arguments))
         tell_added(every, tokenizer)
+        if (clock := config.template_clock).was_read:
+            _logger.info(
+                f"the chat template contains the time: every prompt and turn of this run has {clock.moment:%Y-%m-%d %H:%M:%S}, "
+                "also after a resume"
+            )
     odd = [rank for rank, part in enumerate(parts) if part != parts[0]]
     if odd:
         raise InputError(

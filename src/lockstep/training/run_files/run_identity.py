@@ -63,6 +63,8 @@ _BOOKKEEPING: dict[str, set[str]] = {
 # What the receipt calls the weights under an adapter.
 BASE = "weights of the base model"
 _IGNORED = frozenset().union(*_BOOKKEEPING.values())
+# Sizes that users of other libraries change when memory is short.
+_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
 # A run may become longer. Its steps so far equal those of the longer run, unless the learning rate depends on the length.
 _MAY_GROW = ("max_steps", "num_train_epochs")
 
@@ -170,6 +172,20 @@ def changed_fields(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without secrets. A mapping that held nothing else is as one that was not given."""
     return {name: None if value == {} else value for name, value in without_secrets(settings).items()}
+
+
+def memory_advice(changed: Iterable[str]) -> str:
+    """What to do if a run was to need less memory; empty, or a sentence with a space at its end.
+
+    Args:
+        changed: names of what has changed.
+    """
+    sizes = [name for name in changed if name in _SIZES]
+    return (
+        f"If it was to need less memory: keep {sizes[0]}, and lower token_budget, which a run may change. "
+        if sizes
+        else ""
+    )
 
 
 def longer(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

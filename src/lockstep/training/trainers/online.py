@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
@@ -36,8 +37,11 @@ from lockstep.rollouts.programs.environments import Factory
 from lockstep.rollouts.programs.rollout_func import Bounds
 from lockstep.rollouts.scores.reward_functions import Given, ProcessingClasses, entries_of, reward_scorer
 from lockstep.rollouts.scores.rewards import Scorer
+from lockstep.tokens.clock import TemplateClock
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import embedding_rows
+from lockstep.training.config.built_once import check_adapter
+from lockstep.training.config.checks import check_installed
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.data.given_data import SINGLE, GivenData, read_data
@@ -56,6 +60,7 @@ from lockstep.training.run_files.changes import Changes
 from lockstep.training.run_files.completion_log import show_generation
 from lockstep.training.run_files.lock import locked
 from lockstep.training.run_files.method_state import MethodState
+from lockstep.training.run_files.run_clock import CLOCK, clock_of_run
 from lockstep.training.run_files.run_identity import model_inputs, run_inputs
 from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.distributed import leave_unwrapped
@@ -169,8 +174,16 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         processing_class, image_processor = parts_of_processor(processing_class)
         check_kinds(model, processing_class, callbacks, optimizers, engine)
         check_reference(model, ref_model, args, peft_config)
+        check_adapter(peft_config)
+        check_installed([args.report_to] if isinstance(args.report_to, str) else args.report_to or ())
         self.ranks = Ranks(_LONGEST_CALL * args.generation_timeout * (args.generations_ahead + 1))
         self.alarms = Alarms(owner=self.ranks.owner)
+        args.template_clock = self.ranks.from_owner(
+            "clock",
+            lambda: clock_of_run(args),
+            lambda clock: clock.moment.isoformat(),
+            lambda moment: TemplateClock(datetime.fromisoformat(moment)),
+        )
         found: list[GivenData] = []
         in_use = unsupported_with_images(args)
 
@@ -249,6 +262,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             processor = images.processor if images is not None else None
             own = model_inputs(policy, tokenizer, ends, processor, still, own=ref_model is not None)
             self.inputs |= run_inputs(rows, code, args, own)
+            self.inputs[CLOCK] = args.template_clock.moment.isoformat()
 
         self.inputs = {}
         self.ranks.on_owner("inputs", take_inputs)
@@ -334,7 +348,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             processing_classes,
             weights=config.reward_weights,
             timeout=config.reward_timeout,
-            chat_template_kwargs=config.chat_template_kwargs,
+            chat_template_kwargs=config.template_arguments,
             device=config.device,
             **(self.rollout_tools.rewards if self.rollout_tools is not None else {}),
         )

@@ -76,7 +76,7 @@ class RolloutAgents:
         Raises:
             InputError: the tokenizer has no chat template, or its conversations cannot be extended.
         """
-        arguments: Any = self._config.chat_template_kwargs
+        arguments = self._config.template_arguments
         self._tokenizer, self._images = tokenizer, images
         placeholder = images.placeholder if images is not None else None
         self._extensions = Extensions(
@@ -107,7 +107,7 @@ class RolloutAgents:
         assert self._extensions is not None
         if self._images is not None and isinstance(row["prompt"], list):
             return self._extensions(()).prompt(row["prompt"])
-        arguments: Any = self._config.chat_template_kwargs
+        arguments = self._config.template_arguments
         special = self._config.add_special_tokens
         return whole_numbers(render_prompt(row["prompt"], self._tokenizer, arguments, add_special_tokens=special))
 

@@ -18,6 +18,7 @@ from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import PromptPictures
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import with_images
+from lockstep.rollouts.call_fits import not_callable_as
 from lockstep.rollouts.driver import decoding
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.rollout_func import Bounds, groups_of_columns
@@ -68,7 +69,10 @@ class RolloutFunction:
         except (KeyboardInterrupt, LockstepError):
             raise
         except BaseException as error:
-            raise InputError(f"rollout_func raised {type(error).__name__}: {str(error)[:600]}") from error
+            advice = ""
+            if isinstance(error, TypeError):
+                advice = not_callable_as(self._function, "rollout_func(prompts, trainer)", given, self._trainer)
+            raise InputError(f"rollout_func raised {type(error).__name__}: {str(error)[:600]}{advice}") from error
         return groups_of_columns(columns, prompts, num_generations, version, self._bounds, self._decode, self.images)
 
 
@@ -139,7 +143,7 @@ def generate_rollout_completions(
 def _ids_of(prompt: Any, tokenizer: PreTrainedTokenizerBase, config: Any) -> Ids:
     if (ids := _as_ids(prompt)) is not None:
         return ids
-    arguments, special = config.chat_template_kwargs, config.add_special_tokens
+    arguments, special = config.template_arguments, config.add_special_tokens
     return whole_numbers(render_prompt(prompt, tokenizer, arguments, add_special_tokens=special))
 
 

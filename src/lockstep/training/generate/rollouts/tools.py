@@ -154,7 +154,7 @@ class RolloutTools:
             name: Extension(
                 tokenizer,
                 end_ids,
-                chat_template_kwargs=self._config.chat_template_kwargs,  # type: ignore[arg-type]
+                chat_template_kwargs=self._config.template_arguments,
                 tools=[*own, *schemas],
                 tool_format=self._config.tool_format,
                 placeholder=images.placeholder if images is not None else None,

@@ -6,6 +6,7 @@ keeps its own values of weights that a file lacks. `training/trainers/online.py`
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -45,9 +46,12 @@ from lockstep.training.run_files.checkpoints import (
     staging_place,
 )
 from lockstep.training.run_files.method_state import MethodState
-from lockstep.training.run_files.run_identity import BASE, changed_fields, has_other_base
+from lockstep.training.run_files.run_clock import other_time
+from lockstep.training.run_files.run_identity import BASE, changed_fields, has_other_base, memory_advice
 from lockstep.training.run_files.whole_run import check_checkpoint, optimizer_lines
 from lockstep.training.step.distributed import check_shards
+
+_logger = logging.getLogger(__name__)
 
 _WHAT_NOW = "Nothing was changed. Put a good copy back, or rename this checkpoint to go on from the one before"
 
@@ -88,6 +92,11 @@ class WholeCheckpoints(Trainer):
         """
         self._resumed_with, self._has_other_base, self.resumed_from = (Taken(None, []), ()), False, None
         if not asked:
+            if (clock := self.args.template_clock).is_earlier and clock.was_read and self.ranks.owner:
+                _logger.warning(
+                    f"the chat template contains the time, and the prompts have that of the earlier run in {self.args.output_dir} "
+                    f"({clock.moment:%Y-%m-%d %H:%M:%S}): give another output_dir for a new run of today"
+                )
             return
         if asked is True and self.args.output_dir is not None:
             self.ranks.on_owner("damaged checkpoints", lambda: _without_damaged(Path(self.args.output_dir)))
@@ -107,7 +116,10 @@ class WholeCheckpoints(Trainer):
                 *changed_inputs(earlier, self.inputs),
                 *changed_fields(earlier["settings"], self.inputs["settings"]),
             ]
-            check_inputs(changed, accept=self.args.resume_with_changes)
+            hint = (
+                other_time(earlier, self.args.template_clock, folder) if earlier["data"] != self.inputs["data"] else ""
+            )
+            check_inputs(changed, accept=self.args.resume_with_changes, hint=hint + memory_advice(changed))
             check_surroundings(
                 changed_surroundings(earlier.get("surroundings", {}), self.inputs["surroundings"]),
                 bitwise=self.args.full_determinism or torch.are_deterministic_algorithms_enabled(),

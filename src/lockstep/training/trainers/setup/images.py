@@ -83,13 +83,13 @@ def image_prompts(
     Raises:
         InputError: the model has no image processor, or a limit on pictures does not fit it.
     """
-    model, arguments = causal_model(opened.model), args.chat_template_kwargs
+    model, arguments = causal_model(opened.model), args.template_arguments
     in_data = any(map(has_pictures, datasets.values()))
     if not reads_pictures(model.config) or not (in_data or acting):
         return None
     try:
         urls = ImageUrls(args.image_urls or ())
-        return ImagePrompts(model, opened.tokenizer, opened.path, arguments, args.picture_limits, urls, processor)  # type: ignore[arg-type]
+        return ImagePrompts(model, opened.tokenizer, opened.path, arguments, args.picture_limits, urls, processor)
     except InputError:
         # A model that comes without an image processor may still be trained on text.
         if in_data:

@@ -1,0 +1,130 @@
+"""What libraries build from a config's mappings is built once before a model is loaded: a wrong value is one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from methods import make
+from peft import LoraConfig
+from transformers.integrations import integration_utils
+
+import lockstep
+from lockstep.errors import InputError
+
+NOWHERE = "/nowhere/model"
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
+
+
+def schedule(name: str, **given: Any) -> dict[str, Any]:
+    by_metric = name in ("reduce_lr_on_plateau", "greedy")
+    return {"lr_scheduler_type": name, "lr_scheduler_kwargs": given, **(EVALUATED if by_metric else {})}
+
+
+def config(tmp_path: Path, **fields: Any) -> lockstep.GRPOConfig:
+    return lockstep.GRPOConfig(output_dir=str(tmp_path), bf16=False, max_steps=20, **fields)
+
+
+BY_METRIC = [
+    schedule(name, **{key: "3"})
+    for name, keys in {
+        "reduce_lr_on_plateau": ("patience", "factor", "cooldown", "threshold", "min_lr", "eps"),
+        "greedy": ("patience", "factor", "cooldown"),
+    }.items()
+    for key in keys
+]
+BY_STEP = [
+    schedule("warmup_stable_decay", num_decay_steps=5, min_lr_ratio="x"),
+    # These are read late in the run.
+    schedule("warmup_stable_decay", num_decay_steps=5, num_cycles="x"),
+    schedule("warmup_stable_decay", num_decay_steps=5, decay_type="x"),
+    schedule("polynomial", power="2"),
+    schedule("cosine_with_min_lr", min_lr_rate="x"),
+    schedule("inverse_sqrt", timescale="x"),
+]
+
+
+@pytest.mark.parametrize("fields", [*BY_METRIC, *BY_STEP], ids=str)
+def test_a_value_that_a_schedule_reads_only_later_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    name = fields["lr_scheduler_type"]
+    with pytest.raises(InputError, match=f"lr_scheduler_type={name} with lr_scheduler_kwargs=.* cannot be used"):
+        config(tmp_path, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (schedule("constant_with_warmup", x=1), "constant_with_warmup takes no lr_scheduler_kwargs"),
+        ({"model_init_kwargs": {"dtype": "float99"}}, "model_init_kwargs=.*no attribute 'float99'"),
+        ({"model_init_kwargs": {"torch_dtype": "int64"}}, "model_init_kwargs=.*no fractions"),
+        ({"model_init_kwargs": {"dtype": 5, "token": "hf_abcdefghijklmnop"}}, "model_init_kwargs=.*5 is no dtype"),
+        ({"model_init_kwargs": {"attn_implementation": "foo"}}, "model_init_kwargs=.*not supported"),
+        ({"gradient_checkpointing_kwargs": {"foo": 1}}, "gradient_checkpointing_kwargs=.*unexpected keyword"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": "false"}}, "must be true or false"),
+        (
+            {"gradient_checkpointing_kwargs": {"determinism_check": "x"}},
+            "gradient_checkpointing_kwargs=.*should be one of",
+        ),
+        ({"gradient_checkpointing_kwargs": [1]}, r"gradient_checkpointing_kwargs=\[1\]; it must be a mapping"),
+        ({"accelerator_config": {"foo": 1}}, "accelerator_config=.*unexpected keyword argument 'foo'"),
+        ({"accelerator_config": "gone.json"}, "accelerator_config=gone.json cannot be used"),
+        ({"vllm_engine_kwargs": {"trust_remote_code": True}}, "vllm_engine_kwargs may not set trust_remote_code"),
+        ({"ddp_timeout": 0}, "ddp_timeout=0"),
+    ],
+    ids=str,
+)
+def test_what_a_library_cannot_build_is_one_sentence(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says) as found:
+        config(tmp_path, **fields)
+    assert "hf_" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        schedule("reduce_lr_on_plateau", patience=3, factor=0.5, cooldown=2, min_lr=1e-9),
+        schedule("greedy", patience=3, factor=0.5),
+        schedule("warmup_stable_decay", num_decay_steps=5, num_cycles=0.5),
+        {"model_init_kwargs": {"dtype": "bfloat16", "attn_implementation": "sdpa", "revision": "main"}},
+        {"model_init_kwargs": {"dtype": torch.float32}},
+        {"model_init_kwargs": {"dtype": "auto"}},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"accelerator_config": {"even_batches": True}},
+        {"vllm_engine_kwargs": {"max_num_batched_tokens": 512}},
+    ],
+    ids=str,
+)
+def test_what_a_library_can_build_is_taken(tmp_path: Path, fields: dict[str, Any]) -> None:
+    config(tmp_path, **fields)
+
+
+def test_arguments_that_transformers_does_not_give_to_the_optimizer_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config(tmp_path, optim="adamw_torch", optim_args="foo=1")
+    assert "optim_args=foo=1 changes nothing of optim=adamw_torch" in caplog.text
+    caplog.clear()
+    config(tmp_path, optim="sgd", optim_args="momentum=0.9")
+    assert "changes nothing" not in caplog.text
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{integration_utils.__name__}.get_available_reporting_integrations", lambda: [])
+    with pytest.raises(InputError, match="the tracker wandb is not installed"):
+        make("GRPO", NOWHERE, tmp_path, None, {"report_to": "wandb"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "field", [{"r": 0}, {"lora_alpha": "x"}, {"lora_dropout": "x"}, {"lora_dropout": 2.0}, {"bias": "x"}], ids=str
+)
+def test_an_adapter_that_cannot_be_made_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, field: dict[str, Any]
+) -> None:
+    before = torch.random.get_rng_state()
+    with pytest.raises(InputError, match=r"peft_config=.* cannot be used: "):
+        make("GRPO", NOWHERE, tmp_path, None, {}, peft_config=LoraConfig(**field))  # type: ignore[arg-type]
+    assert torch.equal(torch.random.get_rng_state(), before)
