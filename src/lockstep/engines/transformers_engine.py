@@ -45,7 +45,7 @@ from lockstep.engines.protocol import (
 from lockstep.engines.tensor_specs import described
 from lockstep.engines.transformers_probe import list_modules, output_of
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, LockstepError, foreign_errors
 from lockstep.images.pictures import model_inputs
 from lockstep.model_files import load_files
 from lockstep.models.checkpoint_names import checkpoint_tensors
@@ -100,11 +100,9 @@ class TransformersEngine:
         timeout: float = 600.0,
         fp32_head: bool = False,
     ) -> None:
-        try:
+        with foreign_errors(f"transformers cannot load {model}", InputError):
             kind = model_class(load_files(AutoConfig, model))
             self._model: PreTrainedModel = load_files(kind, model, dtype=dtype).eval()
-        except (OSError, ValueError) as error:
-            raise InputError(f"transformers cannot load {model}: {error}") from error
         if getattr(self._model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             # PyTorch's attention cannot cap scores, and transformers would leave the cap out.
             self._model.set_attn_implementation("eager")
@@ -207,6 +205,7 @@ class TransformersEngine:
     def _vocab_size(self) -> int:
         return int(self._model.get_input_embeddings().weight.shape[0])
 
+    @foreign_errors("transformers failed while it sampled")
     @torch.no_grad()
     def _run(self, rows: list[_Row], deadline: float) -> None:
         longest = max(len(row.prompt_ids) for row in rows)
@@ -255,9 +254,11 @@ class TransformersEngine:
     def quantise_inputs(self, wanted: bool) -> bool:
         return False
 
+    @foreign_errors("transformers failed while it scored sequences")
     @torch.no_grad()
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         check_scoring(sequences, self._version, self._max_model_len)
+        head = self._model.get_output_embeddings()
         scores = {}
         for name, ids in sequences.items():
             row = torch.tensor(ids, device=self._model.device)[None]
@@ -265,9 +266,8 @@ class TransformersEngine:
             found: list[float] = []
             # Compute a few rows at a time, because the logits of a long sequence may not fit into memory.
             for states, targets in zip(hidden.split(_SCORED_ROWS), row[0, 1:].split(_SCORED_ROWS), strict=True):
-                logits = transformed_logits(
-                    self._model.config.get_text_config(), self._model.get_output_embeddings()(states)
-                )
+                # Mamba adds its layers up in float32, whatever its dtype is.
+                logits = transformed_logits(self._model.config.get_text_config(), head(states.to(head.weight.dtype)))
                 found += logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0].tolist()
             scores[name] = tuple(found)
         check_scores(sequences, scores)

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.algorithms.router_balance import Routing
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, LockstepError, foreign_errors
 from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import autocast_dtype
 from lockstep.models.logits import changes_logits, transformed_logits
@@ -101,6 +101,7 @@ def _keeps_state(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_is_stateful", False))
 
 
+@foreign_errors("the trainer could not score a pack of sequences")
 def score_pack(
     model: PreTrainedModel,
     pack: Pack,
