@@ -51,6 +51,7 @@ from lockstep.model_files import load_files
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
+from lockstep.models.state import keeps_state
 from lockstep.models.vision import model_class
 from lockstep.tokens.arrays import SmallIds, reals, whole_numbers
 from lockstep.tokens.end import end_ids
@@ -118,6 +119,7 @@ class TransformersEngine:
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._timeout = timeout
+        self._keeps_state = keeps_state(self._model.config)
         self._version: int | None = None
         self._held = HeldWeights()
         self._end_ids = end_ids(self._model, tokenizer)
@@ -175,13 +177,18 @@ class TransformersEngine:
                 inbox.answer(self._completion(row), [self._version], self._vocab_size)
 
     def _batches(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-        """Rows that are computed together. A row that has ended goes on to the end of its batch, which must fit the context."""
+        """Rows that are computed together. A row that has ended goes on to the end of its batch, which must fit the context.
+
+        A shorter prompt gets padding on its left. Some families let it into their state, so prompts of one batch of a model that
+        keeps a state have one length.
+        """
         batch: list[_Row] = []
         longest = budget = 0
         for row in rows:
             longest = max(longest, len(row.prompt_ids))
             budget = max(budget, row.request.sampling.max_tokens)
-            if batch and (len(batch) == self._max_num_seqs or longest + budget > self._max_model_len):
+            is_padded = bool(batch) and self._keeps_state and len(row.prompt_ids) != len(batch[0].prompt_ids)
+            if batch and (is_padded or len(batch) == self._max_num_seqs or longest + budget > self._max_model_len):
                 yield batch
                 batch, longest, budget = [], len(row.prompt_ids), row.request.sampling.max_tokens
             batch.append(row)
