@@ -111,6 +111,9 @@ FAMILIES = {
             "conv_dim": 64,
         },
     ),
+    "falcon_h1": Family(
+        "FalconH1Config", {**_GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 16}
+    ),
     "recurrent_gemma": Family(
         "RecurrentGemmaConfig", {**_GROUPED, "lru_width": 64, "block_types": ["recurrent", "attention"]}
     ),

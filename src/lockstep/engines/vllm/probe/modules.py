@@ -50,7 +50,9 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
             continue
         kind, parameters = _kind(name, module)
         tensors = tuple(tensor for p in parameters for tensor in names.get(p, ()))
-        if kind is None or not all(p in names for p in parameters):
+        # vLLM holds −exp(A_log), which no probe compares with A_log. The canary covers it.
+        is_changed = any(tensor.endswith(".A_log") for tensor in tensors)
+        if kind is None or is_changed or not all(p in names for p in parameters):
             unreached += [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
         else:
             has_bias = kind == "linear" and getattr(module, "bias", None) is not None
