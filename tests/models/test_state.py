@@ -80,4 +80,5 @@ class TestRefusedOnVLLM:
 
     def test_no_other_family_and_no_directory_that_cannot_be_read(self, tmp_path: Path) -> None:
         refused.refuse_family(saved("qwen3_next", tmp_path))
+        refused.refuse_family(saved("granitemoehybrid", tmp_path, num_local_experts=0))
         refused.refuse_family(str(tmp_path / "none"))

@@ -22,6 +22,8 @@ _CONVOLUTION = "its CPU build gives other log-probs, although every probed modul
 _ALWAYS = {
     "apertus": _XIELU,
     "granitemoe": _EXPERTS,
+    # Without experts it runs.
+    "granitemoehybrid": _EXPERTS,
     "vaultgemma": _SCALE,
 }
 _ON_CPU = {
@@ -43,8 +45,11 @@ def refuse_family(model: str, *, elsewhere: bool = False) -> None:
         InputError: the family is refused. The message says why.
     """
     try:
-        family = load_files(AutoConfig, model).get_text_config().model_type
+        config = load_files(AutoConfig, model).get_text_config()
     except BAD_FILES:
+        return
+    family = config.model_type
+    if family == "granitemoehybrid" and not config.num_local_experts:
         return
     on_cpu = not elsewhere and not torch.cuda.is_available()
     why = _ALWAYS.get(family) or (_ON_CPU.get(family) if on_cpu else None)
