@@ -101,7 +101,6 @@ def _keeps_state(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_is_stateful", False))
 
 
-@foreign_errors("the trainer could not score a pack of sequences")
 def score_pack(
     model: PreTrainedModel,
     pack: Pack,
@@ -160,6 +159,7 @@ def route_pack(model: PreTrainedModel, pack: Pack) -> Routing:
     return routing_of(inner, _trunk(inner, pack, routing=True).router_logits, pack)
 
 
+@foreign_errors("the trainer could not score a pack of sequences")
 def _trunk(inner: PreTrainedModel, pack: Pack, *, routing: bool) -> Any:
     """What the layers of a model give for a pack, with the logits of the routers if they are asked for."""
     shown = {} if pack.pictures is None else picture_arguments(inner, pack, pack.pictures)
