@@ -83,6 +83,49 @@ FAMILIES = {
     "qwen3_moe": Family("Qwen3MoeConfig", {**_HEADS_OF_32, **_EXPERTS}),
     "mixtral": Family("MixtralConfig", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "olmoe": Family("OlmoeConfig", {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe": Family("GraniteMoeConfig", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridConfig",
+        {
+            **_GROUPED,
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 32,
+            "mamba_d_state": 16,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 64,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "lfm2": Family(
+        "Lfm2Config",
+        {
+            **_GROUPED,
+            "layer_types": ["conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            # vLLM reads these, and configs of real models have them.
+            "block_dim": 64,
+            "block_ff_dim": 128,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 16,
+            "conv_dim": 64,
+        },
+    ),
+    "falcon_h1": Family(
+        "FalconH1Config", {**_GROUPED, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_state": 16}
+    ),
+    "recurrent_gemma": Family(
+        "RecurrentGemmaConfig", {**_GROUPED, "lru_width": 64, "block_types": ["recurrent", "attention"]}
+    ),
+    "minimax": Family(
+        "MiniMaxConfig",
+        {
+            **_HEADS_OF_32,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
     "mamba": Family("MambaConfig", {"hidden_size": 64, "state_size": 4, "num_hidden_layers": 2}),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from os import PathLike, fspath
@@ -121,3 +122,43 @@ def writing(what: str, folder: PathLike[str], otherwise: Callable[[], str] = str
         why = " ".join(str(error).partition("\nframe #")[0].split())
         more = "".join(f"; {text}" for text in [otherwise()] if text)
         raise LockstepError(f"{what} could not be written ({free:.1f} GiB free in {folder}): {why}{more}") from error
+
+
+# The part of a library's text that an error quotes. Some libraries print whole configurations.
+_QUOTED = 600
+_PACKAGES = ("site-packages/", "dist-packages/")
+
+
+@contextmanager
+def foreign_errors(what: str, kind: type[LockstepError] = LockstepError) -> Iterator[None]:
+    """Within the block, an engine or a library works. Whatever it raises becomes one line with its type, its text and its place.
+
+    It may also stand above a function as its decorator. The library's own error, with its traceback, is the new error's cause.
+
+    Args:
+        what: what has failed then, as the beginning of a sentence: "vLLM cannot load MODEL".
+        kind: the error that is raised; `InputError` if the user can correct it.
+
+    Raises:
+        LockstepError: the block raised an error of another kind. Errors of Lockstep go on unchanged.
+    """
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {told(error)}") from error
+
+
+def told(error: Exception) -> str:
+    """The type of an error, its text, and the file and line that raised it, in one line."""
+    # A bare assertion has no text. PyTorch's own text may end in a list of native frames.
+    text = " ".join(str(error).partition("\nframe #")[0].split())[:_QUOTED] or "without a text"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return f"{type(error).__name__}: {text}"
+    place = frames[-1]
+    file = place.filename
+    for folder in _PACKAGES:
+        file = file.rpartition(folder)[2]
+    return f"{type(error).__name__}: {text} ({file}:{place.lineno}, {place.line or place.name})"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from largest import Largest
-from model_families import make_family
+from model_families import make_family, save_family
 from tiny import CONTEXT, save
 
 from lockstep.engines import transformers_engine
@@ -66,3 +66,37 @@ def test_a_batch_holds_as_many_rows_as_fit(untied_dir: str) -> None:
     assert sizes(*[(10, 20)] * 7) == [3, 3, 1]
     assert sizes((10, 90), (20, 80), (30, 20)) == [1, 1, 1]
     assert sizes((10, 50), (50, 50), (51, 10)) == [2, 1]
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", "minimax"])
+def test_padding_does_not_reach_the_state_of_a_shorter_prompt(family: str, tmp_path: Path) -> None:
+    """These families let the padding on the left of a prompt into their state."""
+    path = save_family(family, tmp_path)
+    engine = TransformersEngine(path, load_tokenizer(path), dtype=torch.float32, max_model_len=CONTEXT)
+    engine.commit_version(0)
+    prompts = ([7, 9, 11] * 12, [5, 8, 13], [3, 4, 6])
+    requests = [
+        GenerationRequest(RequestKey("a", n), prompt, Sampling(max_tokens=4), n) for n, prompt in enumerate(prompts)
+    ]
+    assert [len(batch) for batch in engine._batches([engine._row(request) for request in requests[::-1]])] == [2, 1]
+    answers = engine.generate(requests)
+    for request in requests:
+        answer = answers[request.key]
+        ids = torch.tensor([[*request.prompt_ids, *answer.token_ids]])
+        with torch.no_grad():
+            logps = engine._model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        own = logps.gather(1, ids[0, 1:, None])[-len(answer.token_ids) :, 0]
+        torch.testing.assert_close(torch.tensor(list(answer.logprobs)), own, atol=1e-4, rtol=0)
+
+
+def test_a_mamba_in_half_precision_is_scored_as_its_own_forward_scores(tmp_path: Path) -> None:
+    """Its layers give float32 to a head in bfloat16."""
+    path = save_family("mamba", tmp_path)
+    engine = TransformersEngine(path, load_tokenizer(path), dtype=torch.bfloat16, max_model_len=CONTEXT)
+    engine.commit_version(0)
+    ids = tuple(range(5, 25))
+    found = engine.score({"a": ids})["a"]
+    with torch.no_grad():
+        logits = engine._model(input_ids=torch.tensor([ids[:-1]]), use_cache=False).logits[0]
+    expected = logits.float().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(found), expected)

@@ -39,6 +39,20 @@ def test_scores_and_gradients_are_those_of_the_models_own_logits(model: PreTrain
     check(model, Sampling(8, temperature=0.8, **ALONE[name]), rows=False, chunk=5, seed=3)
 
 
+@pytest.mark.parametrize(
+    ("family", "changed"), [("recurrent_gemma", {"logits_soft_cap": 0.5}), ("falcon_h1", {"lm_head_multiplier": 0.25})]
+)
+def test_the_heads_logits_become_those_of_the_models_own_forward(family: str, changed: dict[str, float]) -> None:
+    """Of families that keep a state: they are scored in plain rows by the same function."""
+    made = make_family(family, **changed).eval()
+    ids = torch.randint(3, 300, (1, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        head = made.get_output_embeddings()(made.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+        own = made(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(transformed_logits(made.config.get_text_config(), head), own)
+    assert (head - own).abs().max() > 0.01
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_cap_on_attention_is_that_of_the_models_own_definition(window: int | None) -> None:
     """Over plain rows, with a window too. The definition is transformers' eager attention."""

@@ -45,12 +45,13 @@ from lockstep.engines.protocol import (
 from lockstep.engines.tensor_specs import described
 from lockstep.engines.transformers_probe import list_modules, output_of
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, LockstepError, foreign_errors
 from lockstep.images.pictures import model_inputs
 from lockstep.model_files import load_files
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
+from lockstep.models.state import keeps_state
 from lockstep.models.vision import model_class
 from lockstep.tokens.arrays import SmallIds, reals, whole_numbers
 from lockstep.tokens.end import end_ids
@@ -100,11 +101,9 @@ class TransformersEngine:
         timeout: float = 600.0,
         fp32_head: bool = False,
     ) -> None:
-        try:
+        with foreign_errors(f"transformers cannot load {model}", InputError):
             kind = model_class(load_files(AutoConfig, model))
             self._model: PreTrainedModel = load_files(kind, model, dtype=dtype).eval()
-        except (OSError, ValueError) as error:
-            raise InputError(f"transformers cannot load {model}: {error}") from error
         if getattr(self._model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             # PyTorch's attention cannot cap scores, and transformers would leave the cap out.
             self._model.set_attn_implementation("eager")
@@ -120,6 +119,7 @@ class TransformersEngine:
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._timeout = timeout
+        self._keeps_state = keeps_state(self._model.config)
         self._version: int | None = None
         self._held = HeldWeights()
         self._end_ids = end_ids(self._model, tokenizer)
@@ -177,13 +177,18 @@ class TransformersEngine:
                 inbox.answer(self._completion(row), [self._version], self._vocab_size)
 
     def _batches(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
-        """Rows that are computed together. A row that has ended goes on to the end of its batch, which must fit the context."""
+        """Rows that are computed together. A row that has ended goes on to the end of its batch, which must fit the context.
+
+        A shorter prompt gets padding on its left. Some families let it into their state, so prompts of one batch of a model that
+        keeps a state have one length.
+        """
         batch: list[_Row] = []
         longest = budget = 0
         for row in rows:
             longest = max(longest, len(row.prompt_ids))
             budget = max(budget, row.request.sampling.max_tokens)
-            if batch and (len(batch) == self._max_num_seqs or longest + budget > self._max_model_len):
+            is_padded = bool(batch) and self._keeps_state and len(row.prompt_ids) != len(batch[0].prompt_ids)
+            if batch and (is_padded or len(batch) == self._max_num_seqs or longest + budget > self._max_model_len):
                 yield batch
                 batch, longest, budget = [], len(row.prompt_ids), row.request.sampling.max_tokens
             batch.append(row)
@@ -207,6 +212,7 @@ class TransformersEngine:
     def _vocab_size(self) -> int:
         return int(self._model.get_input_embeddings().weight.shape[0])
 
+    @foreign_errors("transformers failed while it sampled")
     @torch.no_grad()
     def _run(self, rows: list[_Row], deadline: float) -> None:
         longest = max(len(row.prompt_ids) for row in rows)
@@ -255,9 +261,11 @@ class TransformersEngine:
     def quantise_inputs(self, wanted: bool) -> bool:
         return False
 
+    @foreign_errors("transformers failed while it scored sequences")
     @torch.no_grad()
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         check_scoring(sequences, self._version, self._max_model_len)
+        head = self._model.get_output_embeddings()
         scores = {}
         for name, ids in sequences.items():
             row = torch.tensor(ids, device=self._model.device)[None]
@@ -265,9 +273,8 @@ class TransformersEngine:
             found: list[float] = []
             # Compute a few rows at a time, because the logits of a long sequence may not fit into memory.
             for states, targets in zip(hidden.split(_SCORED_ROWS), row[0, 1:].split(_SCORED_ROWS), strict=True):
-                logits = transformed_logits(
-                    self._model.config.get_text_config(), self._model.get_output_embeddings()(states)
-                )
+                # Mamba adds its layers up in float32, whatever its dtype is.
+                logits = transformed_logits(self._model.config.get_text_config(), head(states.to(head.weight.dtype)))
                 found += logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0].tolist()
             scores[name] = tuple(found)
         check_scores(sequences, scores)

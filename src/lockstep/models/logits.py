@@ -1,4 +1,7 @@
-"""Applies what some model families do to the output head's logits: a factor (Cohere), a divisor (Granite), a soft cap (Gemma 2)."""
+"""Applies what some model families do to the output head's logits.
+
+It is a factor (Cohere, Falcon-H1), a divisor (Granite), or a soft cap (Gemma 2, RecurrentGemma, xLSTM).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,19 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedConfig
 
+
+def _capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    return torch.tanh(logits / cap) * cap
+
+
 # Key: the field of a text model's config that has the number. Value: what the family computes with it.
 _TRANSFORMS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "logit_scale": lambda logits, factor: logits * factor,
     "logits_scaling": lambda logits, divisor: logits / divisor,
-    "final_logit_softcapping": lambda logits, cap: torch.tanh(logits / cap) * cap,
+    "lm_head_multiplier": lambda logits, factor: logits * factor,
+    "final_logit_softcapping": _capped,
+    "logits_soft_cap": _capped,
+    "output_logit_soft_cap": _capped,
 }
 
 

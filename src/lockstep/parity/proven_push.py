@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Engine
+from lockstep.errors import foreign_errors
 from lockstep.parity.logprobs.canary import canary_sequences, check_canary, score_canary
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.gap import GapStats
@@ -134,6 +135,7 @@ class ProvenPusher:
 
         Raises:
             ProofError: the engine did not receive, load or commit the weights, or computes with other weights.
+            LockstepError: the engine or a library raised an error of its own. The message has its type, its text and its place.
         """
         trusted, self._trusted = self._trusted, False
         if not trusted:
@@ -148,11 +150,13 @@ class ProvenPusher:
         self.proof = PushProof(record, probe, gap)
         return self.proof
 
+    @foreign_errors("the weights could not be pushed into the engine")
     def _send(self, version: int) -> SyncRecord:
         if self._adapters is not None:
             return self._adapters.push(version)
         return push_weights(self._model, self._engine, version)
 
+    @foreign_errors("the modules of the engine could not be probed")
     def probe(self, version: int, *, every_module: bool = True) -> ProbeRecord:
         """Compare the engine's modules with the model's current weights.
 
@@ -166,6 +170,7 @@ class ProvenPusher:
             check_adapter_probe(self._model, self._adapters.receiver, self._dtype, seed, version, every=every_module)
         return record
 
+    @foreign_errors("the canary could not be scored")
     def score_canary(self, version: int) -> GapStats:
         """Score the canary's sequences on both sides.
 
@@ -183,6 +188,7 @@ class ProvenPusher:
         check_canary(gap, self.limit, version)
         return gap
 
+    @foreign_errors("the canary could not be sampled without quantised inputs")
     def sample_canary(self, distribution: Distribution, version: int) -> None:
         """Let an engine in 8 bits sample from the run's distribution without quantised inputs.
 

@@ -22,6 +22,7 @@ from lockstep.engines.vllm.arguments import (
     cpu_cache_bytes,
     engine_arguments,
 )
+from lockstep.engines.vllm.refused import refuse_family
 from lockstep.engines.vllm.requests.pictures import picture_arguments
 from lockstep.engines.vllm.workers.environment import LOOPBACK, cpu_settings
 from lockstep.errors import InputError
@@ -84,10 +85,11 @@ def command_line(options: ServeOptions) -> list[str]:
     """The command that starts vLLM's API server.
 
     Raises:
-        InputError: an argument may not be set, the engine cannot hold the weights in the scheme that was asked for, or neither the
-            user nor the model gives a maximum length.
+        InputError: vLLM does not run the model as transformers does, an argument may not be set, the engine cannot hold the weights
+            in the scheme that was asked for, or neither the user nor the model gives a maximum length.
     """
     check_words(options.rest)
+    refuse_family(options.model)
     check_quantization(options.quantization, options.dtype, "quantization")
     length = _context(options.model) if options.max_model_len is None else options.max_model_len
     arguments: dict[str, Any] = {

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import TrainerState
 
 from lockstep.collector import collector_off
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, foreign_errors
 from lockstep.models.liger import check_gpu
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.live import LiveView
@@ -82,14 +82,9 @@ def run_method(
 
 
 def _trainer(kind: type[OnlineTrainer], model: str, config: OnlineConfig, arguments: dict[str, Any]) -> OnlineTrainer:
-    try:
-        with busy(f"loading {model}"), collector_off():
-            return kind(model, args=config, **arguments)
-    except LockstepError:
-        raise
-    except (ValueError, RuntimeError, ImportError) as error:
-        # The base class refuses fields that contradict each other, or a tracker that is not installed.
-        raise InputError(str(error)) from error
+    # The base class refuses fields that contradict each other, or a tracker that is not installed.
+    with foreign_errors(f"no trainer can be made for {model}", InputError), busy(f"loading {model}"), collector_off():
+        return kind(model, args=config, **arguments)
 
 
 def _run(trainer: OnlineTrainer, place: RunPlace, stop: StopSignals) -> FinishedRun:

@@ -77,7 +77,7 @@ def recover(stage: Stage) -> None:
     """Load the model's weights into the engine again after a failed check. If that fails too, the next check reports it."""
     try:
         restore(stage)
-    except ProofError:
+    except LockstepError:
         stage.engine.begin_update()
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,7 @@ class LibraryLog:
 def libraries_aside() -> Iterator[LibraryLog]:
     """Within the block, libraries write to a file. It is a temporary file until `move_to` names a folder.
 
+    If another program's error has ended the block, the file gets its traceback.
     If the block raises an unexpected error before that, the content of the temporary file is written to the terminal.
     """
     with tempfile.TemporaryFile() as temporary:
@@ -80,6 +82,9 @@ def libraries_aside() -> Iterator[LibraryLog]:
         except Exception as error:
             if log.path is None and not isinstance(error, LockstepError):
                 os.write(terminal, log.written())
+            if isinstance(error, LockstepError) and error.__cause__ is not None:
+                # The terminal gets one line of it.
+                os.write(_STDERR, masked("".join(traceback.format_exception(error))).encode(errors="backslashreplace"))
             raise
         finally:
             logging.captureWarnings(False)

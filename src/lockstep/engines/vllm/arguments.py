@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from lockstep.engines.tensor_specs import dtype_name
 from lockstep.engines.vllm.patches.norms import CPU_NORMS
 from lockstep.errors import InputError
 from lockstep.model_files import load_files
+from lockstep.models.state import keeps_state
 
 # The names under which vLLM finds our weight transfers (`sync/vllm/plugin.py`) and our extension of its workers.
 IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
@@ -95,7 +97,8 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         # The model's stop tokens stay in force. Its sampling defaults are replaced.
         "override_generation_config": dict(NEUTRAL_SAMPLING),
-        "enable_prefix_caching": True,
+        # The state behind a prefix is cached only together with split prompts.
+        "enable_prefix_caching": not keeps_state(load_files(AutoConfig, model)),
         "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
         # On a CPU, compilation makes the start 40 s longer, and sampling only 20% faster (docs/internals/speed.md,
         # `make sampling`).
@@ -133,9 +136,10 @@ def check_quantization(quantization: str | None, dtype: torch.dtype, name: str) 
 
 def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
     """Bytes of the key-value cache that these sequences can fill. Without a size, vLLM takes most of the machine's memory."""
-    from transformers import AutoConfig
-
     config = load_files(AutoConfig, model).get_text_config()
+    if getattr(config, "num_attention_heads", None) is None:
+        # Without attention there are states of a fixed size, and no keys and values.
+        return _SMALLEST_CACHE
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize

@@ -9,7 +9,6 @@ entry point in pyproject.toml.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -40,7 +39,7 @@ from lockstep.engines.vllm.sleep import Sleep, SleepLevel, sleep_arguments
 from lockstep.engines.vllm.workers.environment import close_at_exit
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
 from lockstep.engines.vllm.workers.start import start_vllm, workers_of
-from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.errors import InputError, LockstepError, ProofError, foreign_errors, told
 from lockstep.images.pictures import PromptPictures
 from lockstep.model_files import load_files
 from lockstep.models.vision import reads_pictures
@@ -99,50 +98,37 @@ class VLLMInProcess:
         self._failure = ""
         self._resources = ExitStack()
         try:
-            self._reads_pictures = reads_pictures(load_files(AutoConfig, model))
-            self._llm = start_vllm(
-                {
-                    **engine_arguments(
-                        model, dtype, max_model_len, max_num_seqs, fp32_head=fp32_head, quantization=quantization
-                    ),
-                    **(picture_arguments() if self._reads_pictures else {}),
-                    "seed": seed,
-                    **_memory(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
-                    "tensor_parallel_size": tensor_parallel_size,
-                    **sleep_arguments(sleep_level),
-                    **(engine_kwargs or {}),
-                },
-                self._resources,
-            )
-            self._workers = workers_of(self._llm, transport, timeout)
-            if self.is_split:
-                self._resources.callback(close_at_exit(self.close))
-            self._sleep = Sleep(self._llm, self._call, sleep_level)
-            self.adapters = AdaptersInProcess(
-                self._llm, self._call, self._workers, self._prepare_push, self.commit_version
-            )
-            # A kernel that does not support the model's shapes raises an error only when it first runs.
-            self._run({"trial": ([0, 0], scoring_params())})
-        except (
-            ValueError,
-            RuntimeError,
-            OSError,
-            TypeError,
-            ImportError,
-            LookupError,
-            AttributeError,
-            AssertionError,
-        ) as error:
-            # The errors of pydantic and vLLM are subclasses of these. The engine has no state yet that would be lost.
+            with foreign_errors(f"vLLM cannot load {model}", InputError):
+                self._reads_pictures = reads_pictures(load_files(AutoConfig, model))
+                self._llm = start_vllm(
+                    {
+                        **engine_arguments(
+                            model, dtype, max_model_len, max_num_seqs, fp32_head=fp32_head, quantization=quantization
+                        ),
+                        **(picture_arguments() if self._reads_pictures else {}),
+                        "seed": seed,
+                        **_memory(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
+                        "tensor_parallel_size": tensor_parallel_size,
+                        **sleep_arguments(sleep_level),
+                        **(engine_kwargs or {}),
+                    },
+                    self._resources,
+                )
+                self._workers = workers_of(self._llm, transport, timeout)
+                if self.is_split:
+                    self._resources.callback(close_at_exit(self.close))
+                self._sleep = Sleep(self._llm, self._call, sleep_level)
+                self.adapters = AdaptersInProcess(
+                    self._llm, self._call, self._workers, self._prepare_push, self.commit_version
+                )
+                # A kernel that does not support the model's shapes raises an error only when it first runs.
+                self._run({"trial": ([0, 0], scoring_params())})
+        except LockstepError as error:
+            # The engine has no state yet that would be lost.
             self.close()
             if isinstance(error, InputError | ProofError):
                 raise
-            # A bare assertion has no text.
-            why = (
-                str(error).strip()[:600]
-                or f"{type(error).__name__} at {traceback.extract_tb(error.__traceback__)[-1].line}"
-            )
-            raise InputError(f"vLLM cannot load {model}: {why}") from error
+            raise InputError(f"vLLM cannot load {model}: {error}") from error
 
     def _call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Call a method of every worker, or a function with every worker as its first argument. Returns the results by rank."""
@@ -162,7 +148,7 @@ class VLLMInProcess:
             if not self.is_split or isinstance(error, LockstepError):
                 raise
             self._version = None
-            self._failure = f"a worker process of vLLM failed: {str(error).strip()[:600] or type(error).__name__}"
+            self._failure = f"a worker process of vLLM failed: {told(error)}"
             self._refuse_requests()
 
     @property
@@ -241,6 +227,7 @@ class VLLMInProcess:
                 if outputs:
                     inbox.settle()
 
+    @foreign_errors("vLLM failed while it answered requests")
     def _step(self, limits: dict[str, float], now: float) -> tuple[list[RequestOutput], list[RequestOutput]]:
         """Run one step of vLLM.
 
@@ -264,6 +251,7 @@ class VLLMInProcess:
             )
         return finished, [output for output in outputs if not output.finished]
 
+    @foreign_errors("vLLM failed when it was given a request")
     def _add(self, name: str, prompt_ids: list[int], params: Any, pictures: PromptPictures | None = None) -> None:
         from vllm.exceptions import VLLMValidationError
 
@@ -292,10 +280,8 @@ class VLLMInProcess:
         """After an error inside the context, let vLLM drop the requests in `held`. Their answers must not reach the next call."""
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             self._llm.llm_engine.abort_request(list(held))
-            if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
-                raise LockstepError(f"vLLM failed while it answered requests: {str(error).strip()[:600]}") from error
             raise
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion, Sampling
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, foreign_errors
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.models.adapters import causal_model, head_name
 from lockstep.models.logits import transformed_logits
@@ -60,6 +60,7 @@ def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Preci
     return torch.cat(list(logit_chunks(model, ids, 0, precision)))
 
 
+@foreign_errors("the trainer could not score a completion")
 @torch.no_grad()
 def completion_logps(
     model: PreTrainedModel,

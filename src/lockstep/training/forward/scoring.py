@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lockstep.algorithms.router_balance import Routing
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError, LockstepError, foreign_errors
 from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import autocast_dtype
 from lockstep.models.logits import changes_logits, transformed_logits
@@ -159,6 +159,7 @@ def route_pack(model: PreTrainedModel, pack: Pack) -> Routing:
     return routing_of(inner, _trunk(inner, pack, routing=True).router_logits, pack)
 
 
+@foreign_errors("the trainer could not score a pack of sequences")
 def _trunk(inner: PreTrainedModel, pack: Pack, *, routing: bool) -> Any:
     """What the layers of a model give for a pack, with the logits of the routers if they are asked for."""
     shown = {} if pack.pictures is None else picture_arguments(inner, pack, pack.pictures)

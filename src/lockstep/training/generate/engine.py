@@ -21,11 +21,13 @@ from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Engine, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.refused import refuse_family
 from lockstep.engines.vllm.workers.processes import TransportChoice
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model
 from lockstep.models.checkpoint_names import checkpoint_tensors
+from lockstep.models.resolve import resolve_model
 from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.report.busy import busy
 from lockstep.rollouts.ahead import GenerationsAhead
@@ -93,6 +95,20 @@ def start_engine(
         max_num_seqs=config.vllm_max_num_seqs,
         timeout=config.generation_timeout,
     )
+
+
+def refuse_before_loading(config: OnlineConfig, model: str) -> None:
+    """Refuse a model that the engine of a config does not run as the trainer does, before either has loaded it.
+
+    Args:
+        model: name, directory or hub id.
+
+    Raises:
+        InputError: the engine will be vLLM, and the model is of a family that vLLM runs differently.
+    """
+    elsewhere = config.vllm_mode == "server"
+    if elsewhere or (vllm_installed() if config.use_vllm is None else config.use_vllm):
+        refuse_family(resolve_model(model), elsewhere=elsewhere)
 
 
 def check_beside_ranks(ranks: int, workers: int, size_field: str, mode_field: str) -> None:
@@ -173,6 +189,7 @@ def start_here(
         InputError: the engine cannot load the model, or vLLM was asked for and is not installed.
     """
     if vllm_installed() if use_vllm is None else use_vllm:
+        refuse_family(model_path)
         with busy("starting vLLM"):
             return VLLMInProcess(model_path, **vllm_arguments, **common)
     if vllm_arguments.get("tensor_parallel_size", 1) > 1 or vllm_arguments.get("sleep_level"):

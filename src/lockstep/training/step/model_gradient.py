@@ -302,7 +302,8 @@ class ModelGradient:
             found = compute()
         except ProofError:
             raise
-        except Exception as trouble:
+        except Exception as error:
+            trouble = error.__cause__ if isinstance(error.__cause__, Exception) else error
             if not refuses_a_dtype(trouble):
                 raise
             self._unproven = self._say(f"a forward in float64 fails ({type(trouble).__name__}: {str(trouble)[:200]})")

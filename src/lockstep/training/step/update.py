@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.router_balance import Routing
+from lockstep.errors import foreign_errors
 from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats
 from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.phases import PhaseClock
@@ -147,6 +148,7 @@ class Policy:
             return rows.check(self.model, fp32_head=fp32_head, single=single)
 
 
+@foreign_errors("the trainer could not learn from a micro-batch")
 def learn(
     policy: Policy,
     sequences: Sequence[TrainingSequence],

@@ -50,7 +50,9 @@ def list_modules(worker: Any, checkpoint_names: tuple[str, ...]) -> EngineModule
             continue
         kind, parameters = _kind(name, module)
         tensors = tuple(tensor for p in parameters for tensor in names.get(p, ()))
-        if kind is None or not all(p in names for p in parameters):
+        # vLLM holds −exp(A_log), which no probe compares with A_log. The canary covers it.
+        is_changed = any(tensor.endswith(".A_log") for tensor in tensors)
+        if kind is None or is_changed or not all(p in names for p in parameters):
             unreached += [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
         else:
             has_bias = kind == "linear" and getattr(module, "bias", None) is not None
@@ -109,7 +111,7 @@ def plain_module(module: Any) -> Any:
 
 def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
     own = plain_module(module)
-    if isinstance(own, LinearBase):
+    if isinstance(own, LinearBase) and not _is_convolution(own):
         return linear_output(name, module, seed, with_zeros=own.bias is not None).flatten()
     # Only linear modules may have adapters; all others are refused.
     module = own
@@ -145,7 +147,7 @@ def _expert_tensors(module: Any, checkpoint_names: tuple[str, ...]) -> tuple[str
 def _outputs(module: Any) -> int:
     if isinstance(module, ParallelLMHead | VocabParallelEmbedding):
         return module.org_vocab_size
-    if isinstance(module, LinearBase):
+    if isinstance(module, LinearBase) and not _is_convolution(module):
         return whole_outputs(module)
     if isinstance(module, RoutedExperts):
         return module.hidden_size
@@ -162,6 +164,9 @@ def _with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
 
 def _kind(name: str, module: torch.nn.Module) -> tuple[ModuleKind | None, list[str]]:
     """The kind of probe for a module (None: it cannot be probed), and the parameters whose checkpoint names it has."""
+    if _is_convolution(module):
+        whole = module.tp_size == 1
+        return ("values" if whole else None), [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
     if isinstance(module, ParallelLMHead | LinearBase):
         return "linear", [f"{name}.weight"]
     if isinstance(module, VocabParallelEmbedding):
@@ -169,6 +174,11 @@ def _kind(name: str, module: torch.nn.Module) -> tuple[ModuleKind | None, list[s
     own = dict(module.named_parameters(recurse=False))
     vectors = all(p.dim() == 1 and p.numel() > 0 for p in own.values())
     return ("values" if vectors else None), [f"{name}.{parameter}" for parameter in own]
+
+
+def _is_convolution(module: Any) -> bool:
+    """Whether a linear module only holds the weight of a convolution, as in Mamba layers. Its own forward is never called."""
+    return isinstance(module, LinearBase) and getattr(module, "weight", torch.empty(0)).dim() == 3
 
 
 def _add_tied_head(probed: dict[str, ProbedModule]) -> None:
