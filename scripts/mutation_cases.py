@@ -91,6 +91,7 @@ WORKERS = ("engines/vllm/workers/start.py", WORKER_START)
 BESIDE_RANKS = ("training/generate/engine.py", WORKER_START)
 COLOCATED = ("training/config/fields/colocate.py", WORKER_START)
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
+STORED = ("sync/vllm/stored.py", "tests/sync/test_push.py")
 LIVE = ("sync/live.py", "tests/sync/test_live.py")
 CHANGES = "tests/sync/test_changes.py"
 EXPLAINED = "tests/parity/test_decomposition.py::test_a_fault_of_the_"
@@ -916,6 +917,8 @@ MUTATIONS = [
     _of(PUSH, "a tensor of another shape or dtype", "sent[n][:3] != arrived[n][:3]", "False"),
     _of(PUSH, "bytes that changed on the way", "if sent[name].digest != arrived[name].digest", "if False"),
     _of(PUSH, "an engine parameter that got nothing", "if loaded.untouched:", "if False:"),
+    _of(PUSH, "a weight for which the engine has no place", "if loaded.unstored:", "if False:"),
+    _of(STORED, "every tensor counts as stored", "set[str] = set()", "set[str] = {name for name, _ in arrived}"),
     _of(PUSH, "caches of older weights", "if not engine.reset_caches():", "if False and not engine.reset_caches():"),
     _of(
         SLOTS, "a slot that is filled while it is read", "> number - SLOTS, has_left", "> number - SLOTS - 1, has_left"

@@ -287,7 +287,8 @@ class TransformersEngine:
                         f"{name} has shape {tuple(tensor.shape)}, and in the engine {tuple(own[name].shape)}"
                     )
                 own[name].data.copy_(tensor)
-        self._held.add(specs, (spec.name for spec in specs))
+        loaded = [spec.name for spec in specs]
+        self._held.add(specs, loaded, loaded)
         return self._held.close(own)
 
     def reset_caches(self) -> bool:
