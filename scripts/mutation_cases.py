@@ -90,6 +90,8 @@ WORKER_START = "tests/engines/test_worker_start.py"
 WORKERS = ("engines/vllm/workers/start.py", WORKER_START)
 BESIDE_RANKS = ("training/generate/engine.py", WORKER_START)
 COLOCATED = ("training/config/fields/colocate.py", WORKER_START)
+ENDS_SENT = ("engines/vllm/requests/conversion.py", "tests/engines/test_vllm_requests.py::test_a_request_that_names")
+DIRECTORY = ("training/generate/engine.py", "tests/training/test_engine_choice.py")
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
 STORED = ("sync/vllm/stored.py", "tests/sync/test_push.py")
 LIVE = ("sync/live.py", "tests/sync/test_live.py")
@@ -914,6 +916,15 @@ MUTATIONS = [
     _of(KEYS, "a key file of another user", "if found.st_uid != os.geteuid():", "if False:"),
     _of(KEYS, "a short key", "len(key) < _SHORTEST or ", ""),
     # weights
+    _of(ENDS_SENT, "vLLM's own end tokens end a completion too", '"ignore_eos": True', '"ignore_eos": False'),
+    _of(
+        DIRECTORY,
+        "another end token in the directory of the engine",
+        "if ends and (other_ends",
+        "if False and (other_ends",
+    ),
+    _of(DIRECTORY, "another tokenizer in the directory of the engine", "if texts and (other", "if False and (other"),
+    _of(BAD_WORDS, "requests without end tokens", "end_ids=tuple(end_ids),", "end_ids=(),"),
     _of(PUSH, "a tensor of another shape or dtype", "sent[n][:3] != arrived[n][:3]", "False"),
     _of(PUSH, "bytes that changed on the way", "if sent[name].digest != arrived[name].digest", "if False"),
     _of(PUSH, "an engine parameter that got nothing", "if loaded.untouched:", "if False:"),

@@ -209,8 +209,8 @@ def _refuse_unstored(loaded: LoadedWeights) -> None:
     if loaded.unstored:
         raise InputError(
             f"the engine{_server_name(loaded)} has no place for {len(loaded.unstored)} of the {len(loaded.tensors)} "
-            f"weights that were sent, and has dropped them: {listed(loaded.unstored)}. It would compute another model than the one that is trained. "
-            "Set use_vllm to false, or train a model without these weights"
+            f"weights that were sent, and has dropped them: {listed(loaded.unstored)}. It would compute another model than the one "
+            "that is trained. Set use_vllm to false, or train a model without these weights"
         )
 
 

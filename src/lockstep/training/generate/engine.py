@@ -32,6 +32,8 @@ from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.driver import Driver
 from lockstep.sync.adapters.source import adapter_shape, check_alone
 from lockstep.sync.wire.transport import choose_transport
+from lockstep.tokens.end import directory_end_ids
+from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.config.online_config import OnlineConfig
 
 _logger = logging.getLogger(__name__)
@@ -239,6 +241,37 @@ def shake_hands(
         model, path, dtype, min_model_len, head_dtype, sampling, pictures=pictures, quantization=quantization
     )
     check_settings(expected, settings)
+
+
+def check_directory(path: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
+    """Refuse settings for which vLLM uses the tokenizer of its model directory, if the trainer was given another one.
+
+    Every request names its end tokens. But vLLM searches stop strings in a text that it decodes itself, and a grammar and the
+    smallest length treat the end tokens of its directory as ends.
+
+    Args:
+        path: the model directory.
+        tokenizer: the trainer's.
+
+    Raises:
+        InputError: a token has another text in the directory, or the directory has another end token.
+    """
+    texts = [name for name in ("stop", "grammar") if getattr(sampling, name)]
+    ends = [name for name in ("min_tokens", "grammar") if getattr(sampling, name)]
+    if not (texts or ends):
+        return
+    of_directory = load_tokenizer(path)
+    advice = "save the tokenizer and the generation config into a copy of the model's directory, and train that"
+    if texts and (other := set(tokenizer.get_vocab().items()) ^ set(of_directory.get_vocab().items())):
+        raise InputError(
+            f"{texts[0]} is set, which vLLM applies with the tokenizer of {path}; {min(other)[0]!r} is another token there than in "
+            f"processing_class: {advice}"
+        )
+    if ends and (other_ends := directory_end_ids(path, of_directory) - set(sampling.end_ids)):
+        raise InputError(
+            f"{ends[0]} is set, for which vLLM also takes the end tokens of {path}; {sorted(other_ends)} do not end a completion "
+            f"in training: {advice}"
+        )
 
 
 def _check_runnable(model: PreTrainedModel, longest: int) -> None:
