@@ -26,6 +26,7 @@ from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
 from lockstep.models.cuda import prepare_cuda
 from lockstep.models.liger import check_gpu
+from lockstep.models.shared_memory import refuse_shared_memory
 from lockstep.parity.user_settings import SettingsProof
 from lockstep.private_caches import use_private_caches
 from lockstep.report.alarms import Alarms
@@ -201,6 +202,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.settings = SettingsProof(
             asked, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], banned
         )
+        refuse_shared_memory(policy)
         self.optimizer_is_given, self._said = optimizers[0] is not None, set()
         if not self.optimizer_is_given:
             check_steps_move(policy, args, self.alarms)
