@@ -294,8 +294,8 @@ def check_positions(config: PreTrainedConfig, longest: int, *, by_capacity: bool
         InputError: `longest` is above the original context; or vLLM scales the rotation by a field that transformers does not read.
     """
     for rope in _ropes(config):
-        border: int = rope.get("original_max_position_embeddings") or getattr(
-            config, "max_position_embeddings", longest
+        border = int(
+            rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None) or longest
         )
         if rope.get("rope_type") == "longrope" and longest > border:
             how = f"vLLM takes sequences of {longest} tokens" if by_capacity else f"sequences may have {longest} tokens"
