@@ -90,7 +90,12 @@ WORKER_START = "tests/engines/test_worker_start.py"
 WORKERS = ("engines/vllm/workers/start.py", WORKER_START)
 BESIDE_RANKS = ("training/generate/engine.py", WORKER_START)
 COLOCATED = ("training/config/fields/colocate.py", WORKER_START)
+ENDS_SENT = ("engines/vllm/requests/conversion.py", "tests/engines/test_vllm_requests.py::test_a_request_that_names")
+DIRECTORY = ("training/generate/engine.py", "tests/training/test_engine_choice.py")
+SHARED_MEMORY = ("models/shared_memory.py", "tests/models/test_adapted_models.py")
+POSITIONS = ("training/generate/engine.py", "tests/training/test_family_attention.py")
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
+STORED = ("sync/vllm/stored.py", "tests/sync/test_push.py")
 LIVE = ("sync/live.py", "tests/sync/test_live.py")
 CHANGES = "tests/sync/test_changes.py"
 EXPLAINED = "tests/parity/test_decomposition.py::test_a_fault_of_the_"
@@ -913,9 +918,30 @@ MUTATIONS = [
     _of(KEYS, "a key file of another user", "if found.st_uid != os.geteuid():", "if False:"),
     _of(KEYS, "a short key", "len(key) < _SHORTEST or ", ""),
     # weights
+    _of(ENDS_SENT, "vLLM's own end tokens end a completion too", '"ignore_eos": True', '"ignore_eos": False'),
+    _of(
+        DIRECTORY,
+        "another end token in the directory of the engine",
+        "if ends and (other_ends",
+        "if False and (other_ends",
+    ),
+    _of(DIRECTORY, "another tokenizer in the directory of the engine", "if texts and (other", "if False and (other"),
+    _of(BAD_WORDS, "requests without end tokens", "end_ids=tuple(end_ids),", "end_ids=(),"),
+    _of(SHARED_MEMORY, "two trained parameters in one memory", "if earlier := int(place.max()):", "if earlier := 0:"),
+    _of(
+        POSITIONS, "sequences on both sides of longrope's border", "and longest > border:", "and longest > 2 * border:"
+    ),
+    _of(
+        POSITIONS,
+        "the capacity of vLLM is not its border",
+        "check_positions(config, settings.max_model_len,",
+        "check_positions(config, min_model_len,",
+    ),
     _of(PUSH, "a tensor of another shape or dtype", "sent[n][:3] != arrived[n][:3]", "False"),
     _of(PUSH, "bytes that changed on the way", "if sent[name].digest != arrived[name].digest", "if False"),
     _of(PUSH, "an engine parameter that got nothing", "if loaded.untouched:", "if False:"),
+    _of(PUSH, "a weight for which the engine has no place", "if loaded.unstored:", "if False:"),
+    _of(STORED, "every tensor counts as stored", "set[str] = set()", "set[str] = {name for name, _ in arrived}"),
     _of(PUSH, "caches of older weights", "if not engine.reset_caches():", "if False and not engine.reset_caches():"),
     _of(
         SLOTS, "a slot that is filled while it is read", "> number - SLOTS, has_left", "> number - SLOTS - 1, has_left"

@@ -181,6 +181,23 @@ def test_a_stop_string_may_be_a_special_token(engine: Engine, untied_dir: str) -
     assert (completion.token_ids.tolist(), completion.finish_reason) == ([special], "stop")
 
 
+@pytest.mark.parametrize("ends", [(), (END_ID,), (5,), (5, 6)], ids=str)
+def test_a_request_ends_at_its_own_end_tokens_and_not_at_those_of_the_engines_directory(
+    engine: Engine, ends: tuple[int, ...]
+) -> None:
+    # All three tokens are sampled often. The directory names one of them as its end token.
+    biases = tuple((token, 30.0) for token in (END_ID, 5, 6))
+    answers = engine.generate(requests(12, Sampling(max_tokens=8, logit_bias=biases, end_ids=ends)))
+    due, ended = set(ends or (END_ID,)), 0
+    for completion in answers.values():
+        assert not due & set(completion.token_ids[:-1].tolist())
+        assert (completion.finish_reason == "stop") == (completion.token_ids[-1] in due)
+        ended += completion.finish_reason == "stop"
+    assert ended
+    found = {int(token) for completion in answers.values() for token in completion.token_ids[:-1]}
+    assert {END_ID, 5, 6} - due <= found
+
+
 def test_requests_may_have_limits_of_their_own(engine: Engine) -> None:
     asked = [
         GenerationRequest(r.key, r.prompt_ids, Sampling(max_tokens=1 + i), r.seed)

@@ -16,7 +16,7 @@ from lockstep.engines.vllm import in_process as vllm_inprocess
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.patches.weight_files import find_files_by_name
 from lockstep.engines.vllm.requests.check_sent import check_sent, fields_of
-from lockstep.engines.vllm.requests.conversion import sampling_params
+from lockstep.engines.vllm.requests.conversion import sampling_fields, sampling_params
 from lockstep.errors import ProofError
 from lockstep.sync.push import push_weights
 
@@ -88,6 +88,12 @@ def test_what_goes_to_vllm_has_the_settings_of_the_request(form: str, name: str)
     for request, found in ((whole, sent(other)), (other, sent(whole))):
         with pytest.raises(ProofError, match=f"goes to vLLM with {name}="):
             check_sent(request, found)
+
+
+def test_a_request_that_names_its_end_tokens_leaves_vllm_no_others() -> None:
+    fields = sampling_fields(asked(end_ids=(7, 3)))
+    assert (fields["stop_token_ids"], fields["ignore_eos"]) == ([7, 3], True)
+    assert not {"stop_token_ids", "ignore_eos"} & sampling_fields(asked()).keys()
 
 
 def _ids_as_numbers(found: dict[str, Any]) -> dict[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -13,6 +14,7 @@ from tiny import make_model
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import add_adapter, causal_model, head_name, is_adapted, without_adapter
+from lockstep.models.shared_memory import refuse_shared_memory
 from lockstep.sync.adapters.merged import weights_of
 
 IDS = torch.tensor([[5, 9, 200, 31]])
@@ -106,6 +108,36 @@ def _made() -> Any:
     model = make_model()
     torch.set_rng_state(kept)
     return model
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused"),
+    [
+        ({"target_modules": ["embed_tokens"]}, True),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, False),
+    ],
+    ids=["target_modules", "modules_to_save"],
+)
+def test_an_adapter_that_trains_the_same_numbers_twice_is_refused(fields: dict[str, Any], refused: bool) -> None:
+    config = peft.LoraConfig(**fields, ensure_weight_tying=True, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(make_model("llama", tied=True), config)
+    with pytest.raises(InputError, match=r"embed_tokens.* and .*lm_head.*twice") if refused else nullcontext():
+        refuse_shared_memory(model)
+
+
+def test_only_trained_numbers_that_are_really_shared_are_refused() -> None:
+    def model(*parts: torch.Tensor, trained: bool = True) -> torch.nn.Module:
+        return torch.nn.ParameterList([torch.nn.Parameter(part, requires_grad=trained) for part in parts])
+
+    memory = torch.zeros(4, 6)
+    refuse_shared_memory(model(*memory.split(2)))
+    # The columns of one memory lie between each other, and share no number.
+    refuse_shared_memory(model(memory[:, :3], memory[:, 3:]))
+    refuse_shared_memory(model(memory, memory.t(), trained=False))
+    refuse_shared_memory(make_model("llama", tied=True))
+    for parts in ((memory, memory.t()), (memory[:3], memory[2:]), (memory, memory[3, 5:])):
+        with pytest.raises(InputError, match="0 and 1 are two parameters"):
+            refuse_shared_memory(model(*parts))
 
 
 def test_the_command_line_does_not_import_peft_to_print_its_help() -> None:

@@ -83,7 +83,7 @@ def request(sampling: Sampling) -> GenerationRequest:
 @pytest.mark.parametrize("name", LOST)
 def test_a_request_that_lacks_a_setting_is_refused(tmp_path: Path, name: str) -> None:
     made = config(tmp_path, **ASKED)
-    proof, sampling = SettingsProof(user_settings(vars(made)), encode), sampling_of(made, TOKENIZER)
+    proof, sampling = SettingsProof(user_settings(vars(made)), encode), sampling_of(made, TOKENIZER, (0,))
     proof.check_request(request(sampling))
     # A turn of a conversation has a part of the limit.
     proof.check_request(request(replace(sampling, max_tokens=3)))

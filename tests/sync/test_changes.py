@@ -138,7 +138,8 @@ class Receiver:
             arrived = [(name, tensor.clone()) for name, tensor in tensors]
         self.pushes.append([name for name, _ in arrived])
         self.loaded |= {name: tensor.clone() for name, tensor in arrived}
-        self.held.add(tensor_specs(arrived), (name for name, _ in arrived))
+        names = [name for name, _ in arrived]
+        self.held.add(tensor_specs(arrived), names, names)
         return self.held.close(self.loaded)
 
     def reset_caches(self) -> bool:

@@ -34,7 +34,7 @@ def test_an_engine_that_forgets_what_it_holds_takes_no_changes() -> None:
         held.open()
         is_accepted = held.accepts_base(base)
         if is_accepted:
-            held.add(specs, ["a", "b"])
+            held.add(specs, ["a", "b"], ["a", "b"])
         held.close(["a", "b"])
         return is_accepted
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 from tiny import make_model
 
+from lockstep.engines.http.requests.messages import loaded_by
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_digest, tensor_specs
 from lockstep.errors import InputError, ProofError
 from lockstep.sync.changes import Update
 from lockstep.sync.push import check_loaded, push_weights
 from lockstep.sync.source import PlainSource
+from lockstep.sync.vllm.stored import StoredNames
 
 
 class Recorder:
@@ -138,6 +140,39 @@ def test_an_engine_parameter_that_got_nothing_stops_the_push() -> None:
     manifest = PlainSource(make_model()).manifest(1)
     with pytest.raises(ProofError, match=r"lm_head\.weight"):
         check_loaded(manifest, LoadedWeights(manifest.tensors, ("lm_head.weight",)))
+
+
+def test_a_weight_for_which_the_engine_has_no_place_stops_the_push_and_is_named() -> None:
+    manifest = PlainSource(make_model()).manifest(1)
+    lacking = LoadedWeights(manifest.tensors, (), "http://two:8000", unstored=("lm_head.weight",))
+    for acknowledged in (lacking, LoadedWeights(manifest.tensors, (), others=(lacking,))):
+        with pytest.raises(InputError, match=r"http://two:8000 has no place for 1 of .*lm_head\.weight"):
+            check_loaded(manifest, acknowledged)
+
+
+def test_a_weight_is_stored_if_one_of_the_workers_that_share_a_model_has_stored_it() -> None:
+    stages = [
+        {"tensors": [], "untouched": [], "unknown_base": False, "unstored": unstored}
+        for unstored in (["bias", "layers.1.weight"], ["bias", "layers.0.weight"])
+    ]
+    first, second = loaded_by(stages, ["first", "second"])
+    assert first.unstored == second.unstored == ("bias",)
+
+
+def test_a_tensor_counts_as_stored_where_it_or_what_is_made_of_it_is_copied() -> None:
+    kinds = ("whole", "cast", "part", "transposed", "negated", "number", "read", "dropped")
+    sent = {name: torch.ones(1) if name == "number" else torch.ones(2, 2) for name in kinds}
+    place, narrow = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False), torch.zeros(1, 2)
+    with StoredNames(list(sent.items())) as stored:
+        place.data.copy_(sent["whole"])
+        place.data.copy_(sent["cast"].to(torch.bfloat16))
+        narrow.copy_(sent["part"].chunk(2)[1])
+        place.data.copy_(sent["transposed"].t().contiguous())
+        place.copy_(torch.cat([-sent["negated"].exp(), torch.zeros(0, 2)]))
+        place.fill_(sent["number"].item())
+        sent["read"].sum()
+        del sent["dropped"]
+    assert stored.names == set(kinds) - {"read", "dropped"}
 
 
 @pytest.mark.parametrize("change", [{"dtype": "float64"}, {"shape": (1,)}, {"name": "other"}])

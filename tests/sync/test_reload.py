@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import needs_vllm, start
-from tiny import make_model, perturbed
+from tiny import make_model, perturbed, save
 from transformers import PreTrainedModel
 
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.errors import InputError
 from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
 
@@ -89,3 +91,15 @@ def test_vllm_loads_from_the_trainers_own_memory(
     moved = perturbed(base(tied), seed=4)
     proven(moved, engine, 7)
     assert places == {name: parameter.data_ptr() for name, parameter in moved.named_parameters()}
+
+
+def test_a_weight_for_which_vllm_has_no_place_stops_the_push(tmp_path: Path) -> None:
+    # vLLM's Qwen3 has no bias in the output projection of attention. It loads the files without a word.
+    model = make_model("qwen3", attention_bias=True)
+    engine = start("vllm", str(save(model, tmp_path)))
+    try:
+        with pytest.raises(InputError, match=r"no place for 2 of .*layers\.0\.self_attn\.o_proj\.bias"):
+            push_weights(model, engine, 1)
+        assert engine.version is None
+    finally:
+        engine.close()

@@ -5,17 +5,22 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny import CONTEXT, make_model
+from transformers import PreTrainedTokenizerBase
 
 from lockstep import GRPOConfig
+from lockstep.engines.protocol import Grammar, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.generate.engine import start_engine
+from lockstep.training.generate.engine import check_directory, start_engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +42,40 @@ def test_asking_for_vllm_where_it_is_not_installed_is_an_error(
     config = GRPOConfig(output_dir=str(tmp_path), bf16=False, use_vllm=True)
     with pytest.raises(InputError, match="vLLM is not installed"):
         start_engine(config, untied_dir, load_tokenizer(untied_dir), CONTEXT, make_model())
+
+
+def other_end(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    tokenizer.eos_token = "<|user|>"
+    return tokenizer
+
+
+def other_token(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    tokenizer.add_tokens(["<other>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "refused"),
+    [
+        (other_end, {"min_tokens": 2}, "min_tokens"),
+        (other_end, {"grammar": Grammar("regex", "[0-9]+")}, "grammar"),
+        (other_end, {"stop": ("a",), "bad_words": ((5,),)}, ""),
+        (other_token, {"stop": ("a",)}, "<other>"),
+        (other_token, {"grammar": Grammar("regex", "[0-9]+")}, "<other>"),
+        (other_token, {"min_tokens": 2}, ""),
+        (lambda tokenizer: tokenizer, {"stop": ("a",), "min_tokens": 2}, ""),
+    ],
+)
+def test_what_vllm_does_with_its_directorys_tokenizer_needs_the_same_one_in_training(
+    change: Callable[[PreTrainedTokenizerBase], PreTrainedTokenizerBase],
+    fields: dict[str, Any],
+    refused: str,
+    untied_dir: str,
+) -> None:
+    tokenizer = change(load_tokenizer(untied_dir))
+    sampling = Sampling(8, end_ids=(tokenizer.eos_token_id,), **fields)
+    with pytest.raises(InputError, match=refused) if refused else nullcontext():
+        check_directory(untied_dir, tokenizer, sampling)
 
 
 @pytest.fixture

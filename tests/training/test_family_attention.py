@@ -8,12 +8,13 @@ import pytest
 import torch
 from model_families import make_family
 from test_filtered_scores import check
+from transformers import LlamaConfig
 
 from lockstep.engines.protocol import Sampling
 from lockstep.errors import InputError
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows
-from lockstep.training.generate.engine import shake_hands
+from lockstep.training.generate.engine import check_positions, shake_hands
 
 # Nemotron's layers drop the tree on its way. transformers cannot give the others another attention.
 REASONS = {
@@ -42,3 +43,47 @@ def test_what_vllm_computes_otherwise_is_refused_before_the_first_push() -> None
     engine = SimpleNamespace(settings=lambda: SimpleNamespace(engine="vllm"))
     with pytest.raises(InputError, match="within 512 tokens"):
         shake_hands(engine, make_family("cohere2"), "unused", torch.float32, 513)  # type: ignore[arg-type]
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_sequences_on_both_sides_of_longropes_border_are_refused(engine: str) -> None:
+    config = LlamaConfig(
+        rope_parameters={**LONGROPE, "original_max_position_embeddings": 64}, max_position_embeddings=512
+    )
+    check_positions(config, 64, by_capacity=engine == "vllm")
+    with pytest.raises(InputError, match=r"more than 64 tokens.*vllm_max_model_length to 64"):
+        check_positions(config, 65, by_capacity=engine == "vllm")
+
+
+def test_kinds_of_layers_have_positions_of_their_own() -> None:
+    config = SimpleNamespace(
+        max_position_embeddings=512,
+        rope_parameters={
+            "full_attention": {**LONGROPE, "original_max_position_embeddings": 32},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    )
+    with pytest.raises(InputError, match="more than 32 tokens"):
+        check_positions(config, 33, by_capacity=True)  # type: ignore[arg-type]
+
+
+def test_a_rotation_that_only_vllm_scales_is_refused_on_vllm() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    plain = SimpleNamespace(max_position_embeddings=512, rope_parameters=rope)
+    check_positions(plain, 512, by_capacity=True)  # type: ignore[arg-type]
+    scaled = SimpleNamespace(max_position_embeddings=512, rope_parameters={**rope, "alpha": 1000.0})
+    check_positions(scaled, 512, by_capacity=False)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="alpha"):
+        check_positions(scaled, 512, by_capacity=True)  # type: ignore[arg-type]
+
+
+def test_the_border_is_looked_at_in_the_handshake() -> None:
+    model = make_family("llama")
+    model.config.rope_parameters = {**LONGROPE, "original_max_position_embeddings": 16}
+    for kind, longest in (("vllm", 8), ("transformers", 17)):
+        engine = SimpleNamespace(settings=lambda kind=kind: SimpleNamespace(engine=kind, max_model_len=17))
+        with pytest.raises(InputError, match="more than 16 tokens"):
+            shake_hands(engine, model, "unused", torch.float32, longest)  # type: ignore[arg-type]

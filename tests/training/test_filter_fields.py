@@ -14,16 +14,17 @@ from lockstep.errors import InputError
 from lockstep.training.config.sampling import bad_word_ids, sampling_of
 
 TOKENIZER = make_tokenizer()
+ENDS = (TOKENIZER.eos_token_id, 7)
 SCHEMA = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
 
 
 def sampling(config: type = GRPOConfig, **given: Any) -> Sampling:
-    return sampling_of(config(output_dir="unused", bf16=False, **given), TOKENIZER)
+    return sampling_of(config(output_dir="unused", bf16=False, **given), TOKENIZER, ENDS)
 
 
 def test_by_default_nothing_changes_the_distribution() -> None:
-    assert sampling() == Sampling(512)
-    assert sampling(OnlineDPOConfig) == Sampling(64, temperature=0.9)
+    assert sampling() == Sampling(512, end_ids=ENDS)
+    assert sampling(OnlineDPOConfig) == Sampling(64, temperature=0.9, end_ids=ENDS)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_by_default_nothing_changes_the_distribution() -> None:
     ],
 )
 def test_engines_get_what_the_fields_say(given: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert sampling(**given) == Sampling(512, **wanted)
+    assert sampling(**given) == Sampling(512, end_ids=ENDS, **wanted)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.sync.adapters.merged import weights_of
+from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.online_dpo import OnlineDPOObjective
 
@@ -135,3 +136,18 @@ def test_online_dpos_pairs_are_those_of_a_prompt_with_vllm_too(
             signs.append(pair[0].advantages[0])
     # The judge did not always choose the first one, or always the second one.
     assert {1.0, -1.0} <= set(signs)
+
+
+def test_completions_end_at_the_end_token_of_the_tokenizer_that_the_trainer_was_given(
+    untied_dir: str, tmp_path: Path, vllm: VLLMInProcess
+) -> None:
+    tokenizer = load_tokenizer(untied_dir)
+    tokenizer.eos_token = "<|user|>"
+    model = make_model()
+    model.config.name_or_path, model.generation_config.eos_token_id = untied_dir, None
+    fields = {**GROUPS, "max_steps": 1, "logit_bias": {"0": 30.0, str(tokenizer.eos_token_id): 30.0, "5": 30.0}}
+    run = make("GRPO", model, tmp_path, vllm, fields, processing_class=tokenizer)
+    run.train()
+    completions = [rollout.completion for group in run.loop.generation.groups for rollout in group.rollouts]
+    assert {int(c.token_ids[-1]) for c in completions if c.finish_reason == "stop"} == {tokenizer.eos_token_id}
+    assert any(0 in c.token_ids for c in completions)

@@ -26,6 +26,7 @@ class HeldWeights:
         self._written: set[str] = set()
         self._arrived: list[TensorSpec] = []
         self._now: set[str] = set()
+        self._stored: set[str] = set()
         self._refused = False
 
     @property
@@ -43,6 +44,7 @@ class HeldWeights:
         self.digest = self._earlier_digest = ""
         self._specs.clear()
         self._written.clear()
+        self._stored.clear()
 
     def accepts_base(self, base: str) -> bool:
         """Whether the engine holds the weights that this update changes. Otherwise the update must not be loaded.
@@ -53,6 +55,7 @@ class HeldWeights:
         if not base:
             self._specs.clear()
             self._written.clear()
+            self._stored.clear()
         self._refused = bool(base) and base != self._earlier_digest
         return not self._refused
 
@@ -60,10 +63,16 @@ class HeldWeights:
         """End the update without loading the rest: the engine lacks something that the update needs."""
         self._refused = True
 
-    def add(self, specs: Sequence[TensorSpec], written: Iterable[str]) -> None:
-        """Record tensors that were loaded, and the engine's parameters that they were written into."""
+    def add(self, specs: Sequence[TensorSpec], written: Iterable[str], stored: Iterable[str]) -> None:
+        """Record tensors that were loaded.
+
+        Args:
+            written: the engine's parameters that the tensors were written into.
+            stored: names of the tensors that were written into a parameter.
+        """
         self._arrived += specs
         self._now.update(written)
+        self._stored.update(stored)
 
     def close(self, parameters: Iterable[str], half_loaded: tuple[str, ...] = ()) -> LoadedWeights:
         """End the update.
@@ -83,5 +92,6 @@ class HeldWeights:
         self._specs |= arrived
         self._written |= self._now
         missing = tuple(name for name in parameters if name not in self._written)
+        unstored = tuple(name for name in self._specs if name not in self._stored)
         self.digest = digest_of_all(tuple(self._specs.values()))
-        return LoadedWeights((*self._arrived, *kept), missing + half_loaded)
+        return LoadedWeights((*self._arrived, *kept), missing + half_loaded, unstored=unstored)

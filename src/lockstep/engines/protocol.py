@@ -172,6 +172,7 @@ class LoadedWeights:
             this load come first, in order; the tensors of earlier loads follow.
         untouched: parameters of the engine into which no tensor was written.
         unknown_base: whether the load changes weights that the engine does not hold. The engine has then loaded nothing.
+        unstored: names of tensors that arrived and were written into no parameter of this worker.
         server: URL of the server that acknowledges; empty if the engine does not consist of several servers.
         others: the acknowledgements of the other servers, and of the other workers of each server.
     """
@@ -181,6 +182,7 @@ class LoadedWeights:
     server: str = ""
     others: tuple[LoadedWeights, ...] = ()
     unknown_base: bool = False
+    unstored: tuple[str, ...] = ()
 
 
 OnAnswer = Callable[[Completion], None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -69,6 +69,7 @@ class _Row:
     generator: torch.Generator
     prompt_ids: list[int]
     grammar: GrammarState | None
+    end_ids: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[SmallIds] = field(default_factory=list)
@@ -122,7 +123,9 @@ class TransformersEngine:
         self._keeps_state = keeps_state(self._model.config)
         self._version: int | None = None
         self._held = HeldWeights()
+        # For requests that name no end tokens.
         self._end_ids = end_ids(self._model, tokenizer)
+        self._compilers: dict[tuple[int, ...], GrammarCompiler] = {}
         # Without this line, `generate` would use the model's own defaults (for example a repetition penalty).
         self._model.generation_config = GenerationConfig()
 
@@ -196,17 +199,19 @@ class TransformersEngine:
             yield batch
 
     def _row(self, request: GenerationRequest) -> _Row:
-        grammar = request.sampling.grammar
+        grammar, ends = request.sampling.grammar, request.sampling.end_ids or self._end_ids
         return _Row(
             request,
             torch.Generator().manual_seed(request.seed),
             request.prompt_ids.tolist(),
-            grammar=self._grammars.start(grammar) if grammar is not None else None,
+            grammar=self._compiler(ends).start(grammar) if grammar is not None else None,
+            end_ids=ends,
         )
 
-    @cached_property
-    def _grammars(self) -> GrammarCompiler:
-        return GrammarCompiler(self._tokenizer, self._vocab_size, self._end_ids)
+    def _compiler(self, ends: tuple[int, ...]) -> GrammarCompiler:
+        if ends not in self._compilers:
+            self._compilers[ends] = GrammarCompiler(self._tokenizer, self._vocab_size, ends)
+        return self._compilers[ends]
 
     @property
     def _vocab_size(self) -> int:
@@ -229,8 +234,8 @@ class TransformersEngine:
             ids,
             attention_mask=mask.to(self._model.device),
             generation_config=GenerationConfig(max_new_tokens=budget, do_sample=False, pad_token_id=pad),
-            logits_processor=LogitsProcessorList([_SampleRows(rows, pad, self._end_ids)]),
-            stopping_criteria=StoppingCriteriaList([_RowsDone(rows, self._end_ids, self._tokenizer, deadline)]),
+            logits_processor=LogitsProcessorList([_SampleRows(rows, pad)]),
+            stopping_criteria=StoppingCriteriaList([_RowsDone(rows, self._tokenizer, deadline)]),
             **(model_inputs(pictures, ids) if any(pictures) else {}),
         )
 
@@ -294,7 +299,8 @@ class TransformersEngine:
                         f"{name} has shape {tuple(tensor.shape)}, and in the engine {tuple(own[name].shape)}"
                     )
                 own[name].data.copy_(tensor)
-        self._held.add(specs, (spec.name for spec in specs))
+        loaded = [spec.name for spec in specs]
+        self._held.add(specs, loaded, loaded)
         return self._held.close(own)
 
     def reset_caches(self) -> bool:
@@ -313,10 +319,9 @@ class _SampleRows(LogitsProcessor):
     """Samples the next token of every unfinished row, and sets all other logits to −inf. The greedy choice of transformers then
     takes the sampled token."""
 
-    def __init__(self, rows: list[_Row], pad: int, end_ids: tuple[int, ...]) -> None:
+    def __init__(self, rows: list[_Row], pad: int) -> None:
         self._rows = rows
         self._pad = pad
-        self._end_ids = end_ids
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         # One copy of all rows in each direction waits for the GPU twice per token, and not once per row.
@@ -334,7 +339,7 @@ class _SampleRows(LogitsProcessor):
             sampling,
             row.prompt_ids,
             row.token_ids,
-            end_ids=self._end_ids,
+            end_ids=row.end_ids,
             grammar_mask=None if row.grammar is None else row.grammar.mask(),
         )
         token = int(torch.multinomial(logprobs.exp(), 1, generator=row.generator))
@@ -350,11 +355,8 @@ class _SampleRows(LogitsProcessor):
 class _RowsDone(StoppingCriteria):
     """Ends rows at an end token, a stop string or the token limit, checked in that order, and records the reason."""
 
-    def __init__(
-        self, rows: list[_Row], end_ids: tuple[int, ...], tokenizer: PreTrainedTokenizerBase, deadline: float
-    ) -> None:
+    def __init__(self, rows: list[_Row], tokenizer: PreTrainedTokenizerBase, deadline: float) -> None:
         self._rows = rows
-        self._end_ids = end_ids
         self._tokenizer = tokenizer
         self._deadline = deadline
 
@@ -372,7 +374,7 @@ class _RowsDone(StoppingCriteria):
 
     def _reason(self, row: _Row) -> FinishReason | None:
         sampling = row.request.sampling
-        if row.token_ids[-1] in self._end_ids:
+        if row.token_ids[-1] in row.end_ids:
             return "stop"
         if sampling.stop and len(row.token_ids) > sampling.min_tokens and self._has_stop_string(row):
             return "stop"

@@ -47,7 +47,13 @@ from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.server.keys import key_for
 from lockstep.tokens.arrays import Ids, Reals
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
-from lockstep.training.generate.engine import check_beside_ranks, shake_hands, start_here, transport_here
+from lockstep.training.generate.engine import (
+    check_beside_ranks,
+    check_directory,
+    shake_hands,
+    start_here,
+    transport_here,
+)
 from lockstep.training.trainers.setup.arguments import context_within
 
 # A call can lose its engine at most four times. Each time it may push, generate and wait, for one time limit each.
@@ -260,6 +266,8 @@ class LockstepGeneration:
             engine = self._owned = self._engine(given, path, dtype, seed)
         try:
             shake_hands(engine, self.model, path, dtype, min_model_len=2, sampling=sampled.sampling)
+            if engine.settings().engine == "vllm":
+                check_directory(path, tokenizer, sampled.sampling)
             precision = Precision(torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None)
             sleeps = given["enable_sleep_mode"] and self.mode == "colocate"
             self._proven = ProvenEngine(self.model, engine, dtype, precision, seed, sleeps=sleeps)

@@ -21,6 +21,7 @@ from lockstep.errors import InputError
 from lockstep.integrations.trl_pictures import tokenizer_of
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.sync.adapters.merged import weights_of
+from lockstep.tokens.end import end_ids
 
 # Parameters of TRL that support only one or a few values, and the reason.
 _SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -135,6 +136,7 @@ def sampled_from(given: Mapping[str, Any]) -> Sampled:
         raise InputError(f"generation_kwargs hold {', '.join(sorted(unknown))}, which are not supported")
     values = {name: given[name] for name in NEUTRAL_SAMPLING} | {"max_tokens": given["max_completion_length"]} | extra
     values["min_p"] = values["min_p"] or 0.0
+    values["end_ids"] = end_ids(causal_model(given["model"]), tokenizer_of(given["processing_class"]))
     stop = values.get("stop") or ()
     values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if given["structured_outputs_regex"] is not None:
@@ -147,7 +149,8 @@ def sampled_from(given: Mapping[str, Any]) -> Sampled:
 
 def warn_of_other_scores(sampling: Sampling) -> None:
     """Warn if TRL's trainers score a distribution other than the one that is sampled."""
-    neutral = Sampling(max_tokens=sampling.max_tokens, temperature=sampling.temperature, stop=sampling.stop)
+    same = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "stop", "end_ids")}
+    neutral = Sampling(**same)
     other = [name for name in Sampling.__slots__ if getattr(sampling, name) != getattr(neutral, name)]
     if other:
         warnings.warn(

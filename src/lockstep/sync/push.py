@@ -21,6 +21,7 @@ import torch
 from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.engines.tensor_specs import one_push
 from lockstep.errors import InputError, ProofError
+from lockstep.models.loaded_checks import listed
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.changes import LastPush, Update
 from lockstep.sync.live import check_live
@@ -98,7 +99,8 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
         version: from 0 to 2^63 − 1.
 
     Raises:
-        InputError: the model has an adapter of a kind that cannot be merged, or `version` is no such number.
+        InputError: the model has an adapter of a kind that cannot be merged, the engine has no place for one of its weights, or
+            `version` is no such number.
         ProofError: what the engine holds differs from the version, some parameters received nothing, what was sent is not the live
             model, or the engine did not confirm the reset of its caches.
     """
@@ -166,6 +168,7 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
     Raises:
         ProofError: a tensor is missing or unexpected, has another shape, dtype or content, or an engine parameter received
             nothing. The message names the server if there are several.
+        InputError: the engine's model has no place for a tensor.
     """
     for other in loaded.others:
         check_loaded(manifest, other)
@@ -198,6 +201,16 @@ def check_loaded(manifest: Manifest, loaded: LoadedWeights) -> None:
             f"{len(loaded.untouched)} engine parameters received nothing{where}; the first is {loaded.untouched[0]}",
             "the trained model lacks parameters that the engine serves, or names them differently",
             "give trainer and engine the same model; partial models are not supported",
+        )
+    _refuse_unstored(loaded)
+
+
+def _refuse_unstored(loaded: LoadedWeights) -> None:
+    if loaded.unstored:
+        raise InputError(
+            f"the engine{_server_name(loaded)} has no place for {len(loaded.unstored)} of the {len(loaded.tensors)} "
+            f"weights that were sent, and has dropped them: {listed(loaded.unstored)}. It would compute another model than the one "
+            "that is trained. Set use_vllm to false, or train a model without these weights"
         )
 
 

@@ -8,6 +8,7 @@ import math
 from lockstep.errors import ProofError
 from lockstep.parity.sampling.draws import FALSE_ALARM, DrawEvidence
 from lockstep.rollouts.driver import collect
+from lockstep.tokens.end import end_ids
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.step.generation import sequences_of
 from lockstep.training.step.score_all import score_all
@@ -32,7 +33,7 @@ def many_draws(stage: Stage) -> list[Row]:
 
 def _row(stage: Stage, most: int) -> Row:
     evidence, tokens, alarm = DrawEvidence(), 0, ""
-    sampling = sampling_of(stage.config, stage.tokenizer)
+    sampling = sampling_of(stage.config, stage.tokenizer, end_ids(stage.model, stage.tokenizer))
     for turn in itertools.count():
         if tokens >= most or alarm:
             break

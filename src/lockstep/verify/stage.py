@@ -34,6 +34,7 @@ from lockstep.parity.weights.module_probe import ProbeRecord
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.tokens.arrays import Ids, whole_numbers
+from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.evaluation import evaluate
@@ -216,7 +217,8 @@ class Stage:
 
     def sampling(self, **changes: Any) -> Sampling:
         """The run's sampling settings, with changes."""
-        return replace(Sampling(self.config.max_completion_length, temperature=self.config.temperature), **changes)
+        ends, limit = end_ids(self.model, self.tokenizer), self.config.max_completion_length
+        return replace(Sampling(limit, temperature=self.config.temperature, end_ids=ends), **changes)
 
     def move(self, scale: float, seed: int | None = None) -> None:
         """Add noise to every trained weight: `scale` times its tensor's mean absolute value, with a new seed for each version."""

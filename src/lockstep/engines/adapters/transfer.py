@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from lockstep.engines.protocol import LoadedWeights
@@ -57,4 +58,4 @@ class AdapterCalls:
 def one_acknowledgement(found: Sequence[LoadedWeights]) -> LoadedWeights:
     """The acknowledgements of several workers or servers as one."""
     first, *others = found
-    return LoadedWeights(first.tensors, first.untouched, first.server, tuple(others), first.unknown_base)
+    return replace(first, others=tuple(others))

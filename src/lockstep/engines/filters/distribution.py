@@ -66,6 +66,7 @@ class Sampling:
         min_tokens: smallest number of tokens of a completion. Before it, neither an end token nor a stop string ends the
             completion.
         grammar: the grammar that every completion must follow; None: there is none.
+        end_ids: the ids that end a completion. Empty: those of the engine's own model directory.
         max_kept_ids: largest number of ids that top-k, top-p and min-p may keep for one token. It bounds the memory of `KeptIds`.
 
     Raises:
@@ -87,6 +88,7 @@ class Sampling:
     min_tokens: int = 0
     grammar: Grammar | None = None
     max_kept_ids: int = 32768
+    end_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self._check_range("temperature", _SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE)
@@ -99,6 +101,7 @@ class Sampling:
         self._check_range("max_tokens", 1, math.inf)
         self._check_range("min_tokens", 0, self.max_tokens)
         self._check_range("max_kept_ids", 1, math.inf)
+        self._check_ids("end_ids", self.end_ids)
         self._check_ids("logit_bias", [token for token, _ in self.logit_bias])
         for token, bias in self.logit_bias:
             if not abs(bias) <= _LARGEST_BIAS:

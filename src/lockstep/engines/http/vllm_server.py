@@ -23,7 +23,7 @@ from lockstep.engines.adapters.servers import EngineParts, ServerAdapters
 from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.engines.http.call_loop import CallLoop, Pending
 from lockstep.engines.http.pauses import Pauses
-from lockstep.engines.http.requests.messages import agreed_answers, loaded_from
+from lockstep.engines.http.requests.messages import agreed_answers, loaded_by
 from lockstep.engines.http.requests.sending import ServerRequests
 from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
 from lockstep.engines.http.server_set import ServerSet
@@ -264,9 +264,9 @@ class VLLMServer:
         self._pauses.check()
         self.servers.each(lambda server: server.call("POST", "/finish_weight_update", {}))
         first, *others = [
-            loaded_from(found, self.servers.name_of(number))
+            loaded
             for number, workers in enumerate(self.servers.workers("lockstep_acknowledgement"))
-            for found in workers
+            for loaded in loaded_by(workers, [self.servers.name_of(number)] * len(workers))
         ]
         return replace(first, others=tuple(others))
 

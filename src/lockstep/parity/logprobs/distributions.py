@@ -40,7 +40,8 @@ class Distribution:
     def is_tempered_only(self) -> bool:
         """Whether nothing but the temperature shapes the logits. Then all tokens of a completion can be scored at once."""
         own = self.sampling
-        return own == Sampling(own.max_tokens, own.temperature, stop=own.stop, max_kept_ids=own.max_kept_ids)
+        same = {"stop": own.stop, "max_kept_ids": own.max_kept_ids, "end_ids": own.end_ids}
+        return own == Sampling(own.max_tokens, own.temperature, **same)  # type: ignore[arg-type]
 
     def masks(self, token_ids: Sequence[int]) -> torch.Tensor | None:
         """(N, ⌈V / 32⌉) masks of the grammar for a completion; None without a grammar."""
@@ -93,7 +94,8 @@ class Distribution:
     def others(self) -> dict[str, Distribution]:
         """The distributions of engines that leave a setting out, or count other ids, by name."""
         sampling = self.sampling
-        plain = Sampling(sampling.max_tokens, stop=sampling.stop, max_kept_ids=sampling.max_kept_ids)
+        same = {"stop": sampling.stop, "max_kept_ids": sampling.max_kept_ids, "end_ids": sampling.end_ids}
+        plain = Sampling(sampling.max_tokens, **same)  # type: ignore[arg-type]
         found: dict[str, Distribution] = {}
         settings = {
             "top_k, top_p and min_p": {"top_k": 0, "top_p": 1.0, "min_p": 0.0},

@@ -36,6 +36,7 @@ from lockstep.sync.vllm.reload import (
     restore_expert_kernels,
     restore_unloaded,
 )
+from lockstep.sync.vllm.stored import StoredNames
 from lockstep.sync.wire import shared_memory
 from lockstep.sync.wire.chunks import Named, chunks
 from lockstep.sync.wire.deltas import Changes, Piece, ReceivedWeights
@@ -151,11 +152,12 @@ class _LayerwiseTransfer(WeightTransferEngine):
             return
         finish_specs = begin_specs(arrived)
         try:
-            written = {name.replace(_BASE_LAYER, "") for name in self.model.load_weights(iter(arrived)) or ()}
+            with StoredNames(arrived) as stored:
+                written = {name.replace(_BASE_LAYER, "") for name in self.model.load_weights(iter(arrived)) or ()}
         finally:
             # When this returns, nothing reads the tensors any more.
             specs = finish_specs()
-        self.held.add(specs, written)
+        self.held.add(specs, written, stored.names)
 
     def finish_weight_update(self) -> None:
         self.acknowledgement = self.held.close(self._parameters, half_loaded(self.model))

@@ -172,5 +172,6 @@ def as_json(found: LoadedWeights) -> dict[str, Any]:
     return {
         "tensors": [list(spec) for spec in found.tensors],
         "untouched": list(found.untouched),
+        "unstored": list(found.unstored),
         "unknown_base": found.unknown_base,
     }

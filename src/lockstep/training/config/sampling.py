@@ -14,10 +14,13 @@ from lockstep.errors import InputError
 from lockstep.training.config.online_config import OnlineConfig
 
 
-def sampling_of(config: OnlineConfig, tokenizer: PreTrainedTokenizerBase, banned_ids: Sequence[int] = ()) -> Sampling:
+def sampling_of(
+    config: OnlineConfig, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], banned_ids: Sequence[int] = ()
+) -> Sampling:
     """The sampling distribution of a run.
 
     Args:
+        end_ids: the ids that end a completion (`tokens/end.py`).
         banned_ids: ids that must not be sampled, beside those that the config bans.
 
     Raises:
@@ -28,6 +31,7 @@ def sampling_of(config: OnlineConfig, tokenizer: PreTrainedTokenizerBase, banned
         temperature=config.temperature,
         stop=tuple(config.stop_strings or ()),
         bad_words=(*bad_word_ids(config.bad_words or (), tokenizer), *((token,) for token in banned_ids)),
+        end_ids=tuple(end_ids),
         **config.filter_values(),
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.connection import connect
 from lockstep.engines.adapters.in_process import adapter_arguments
@@ -34,6 +34,8 @@ from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.driver import Driver
 from lockstep.sync.adapters.source import adapter_shape, check_alone
 from lockstep.sync.wire.transport import choose_transport
+from lockstep.tokens.end import directory_end_ids
+from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.config.online_config import OnlineConfig
 
 _logger = logging.getLogger(__name__)
@@ -243,8 +245,12 @@ def shake_hands(
         ProofError: a setting differs; names it.
     """
     settings = engine.settings()
+    config = causal_model(model).config.get_text_config()
     if settings.engine == "vllm":
         _check_runnable(model, min_model_len)
+        check_positions(config, settings.max_model_len, by_capacity=True)
+    else:
+        check_positions(config, min_model_len, by_capacity=False)
     # A server may keep the same model under another path; its config is compared field by field.
     path = None if isinstance(engine, VLLMServer) else model_path
     if scores_first and isinstance(engine, VLLMServer) and not engine.scores_first:
@@ -256,6 +262,77 @@ def shake_hands(
         model, path, dtype, min_model_len, head_dtype, sampling, pictures=pictures, quantization=quantization
     )
     check_settings(expected, settings)
+
+
+def check_directory(path: str, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> None:
+    """Refuse settings for which vLLM uses the tokenizer of its model directory, if the trainer was given another one.
+
+    Every request names its end tokens. But vLLM searches stop strings in a text that it decodes itself, and a grammar and the
+    smallest length treat the end tokens of its directory as ends.
+
+    Args:
+        path: the model directory.
+        tokenizer: the trainer's.
+
+    Raises:
+        InputError: a token has another text in the directory, or the directory has another end token.
+    """
+    texts = [name for name in ("stop", "grammar") if getattr(sampling, name)]
+    ends = [name for name in ("min_tokens", "grammar") if getattr(sampling, name)]
+    if not (texts or ends):
+        return
+    of_directory = load_tokenizer(path)
+    advice = "save the tokenizer and the generation config into a copy of the model's directory, and train that"
+    if texts and (other := set(tokenizer.get_vocab().items()) ^ set(of_directory.get_vocab().items())):
+        raise InputError(
+            f"{texts[0]} is set, which vLLM applies with the tokenizer of {path}; {min(other)[0]!r} is another token there than in "
+            f"processing_class: {advice}"
+        )
+    if ends and (other_ends := directory_end_ids(path, of_directory) - set(sampling.end_ids)):
+        raise InputError(
+            f"{ends[0]} is set, for which vLLM also takes the end tokens of {path}; {sorted(other_ends)} do not end a completion "
+            f"in training: {advice}"
+        )
+
+
+def check_positions(config: PreTrainedConfig, longest: int, *, by_capacity: bool) -> None:
+    """Refuse sequences whose positions engine and trainer would encode differently.
+
+    A model with longrope has other factors for sequences that are longer than its original context. The trainer knows the whole
+    sequence. If vLLM was started for longer sequences, it uses the other factors for all sequences. The transformers engine begins
+    a completion with the one kind and ends it with the other.
+
+    Args:
+        config: of the language model.
+        longest: tokens of the longest sequence.
+        by_capacity: whether `longest` is what vLLM was started for.
+
+    Raises:
+        InputError: `longest` is above the original context; or vLLM scales the rotation by a field that transformers does not read.
+    """
+    for rope in _ropes(config):
+        border = int(
+            rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None) or longest
+        )
+        if rope.get("rope_type") == "longrope" and longest > border:
+            how = f"vLLM takes sequences of {longest} tokens" if by_capacity else f"sequences may have {longest} tokens"
+            raise InputError(
+                f"this model's positions (longrope) have other factors in sequences of more than {border} tokens, and {how}: "
+                f"engine and trainer would use different ones. Set vllm_max_model_length to {border} or less (a server: "
+                "--max-model-len)"
+            )
+        others = {"alpha", "max_trained_positions"} & rope.keys()
+        if rope.get("rope_type") == "dynamic" and by_capacity and others:
+            raise InputError(
+                f"vLLM computes this model's positions (dynamic) with {min(others)}, which transformers does not read: set "
+                "use_vllm to false"
+            )
+
+
+def _ropes(config: PreTrainedConfig) -> list[Mapping[str, Any]]:
+    """The parameters of the rotary embedding; of each kind of layers, if they differ."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return [found, *(value for value in found.values() if isinstance(value, Mapping))]
 
 
 def _check_runnable(model: PreTrainedModel, longest: int) -> None:

@@ -19,6 +19,7 @@ from lockstep.engines.protocol import Engine, Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
+from lockstep.models.adapters import causal_model
 from lockstep.parity.sampling.independent_samples import Seeds
 from lockstep.parity.sampling.staleness import check_staleness
 from lockstep.parity.tolerances import Tolerance, tolerance
@@ -35,10 +36,11 @@ from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.interruptions import interrupted
 from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.sync.push import let_sleep
+from lockstep.tokens.end import end_ids
 from lockstep.training.config.interruption import interruption_of
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
-from lockstep.training.generate.engine import generations_ahead, shake_hands, start_engine
+from lockstep.training.generate.engine import check_directory, generations_ahead, shake_hands, start_engine
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
 from lockstep.training.generate.proofs.asked_again import AskedAgain
 from lockstep.training.generate.proofs.generation import GenerationProofs
@@ -112,6 +114,7 @@ class RolloutSource:
         )
         self._config, self._clock, self._ranks = config, clock, ranks
         self.policy, self._settings, self._images = policy, settings, images
+        self._end_ids = end_ids(causal_model(policy), tokenizer)
         interruption = interruption_of(config, tokenizer)
         self._one_turn: Program = single_turn if interruption is None else interrupted(interruption, self.sampling)
         # The program that makes every rollout.
@@ -155,6 +158,8 @@ class RolloutSource:
                 scores_first=bool(config.max_staleness),
                 quantization=config.vllm_quantization,
             )
+            if other.settings().engine == "vllm":
+                check_directory(model_path, self._tokenizer, self.sampling)
 
         try:
             if config.engine_sleeps and not getattr(engine, "can_sleep", False):
@@ -190,7 +195,7 @@ class RolloutSource:
     def sampling(self) -> Sampling:
         """The distribution that the engine samples from."""
         banned = self._images.banned_ids if self._images is not None else ()
-        return sampling_of(self._config, self._tokenizer, banned)
+        return sampling_of(self._config, self._tokenizer, self._end_ids, banned)
 
     @property
     def engine(self) -> Engine:

@@ -27,6 +27,7 @@ from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
 from lockstep.models.cuda import prepare_cuda
 from lockstep.models.liger import check_gpu
+from lockstep.models.shared_memory import refuse_shared_memory
 from lockstep.parity.user_settings import SettingsProof
 from lockstep.private_caches import use_private_caches
 from lockstep.report.alarms import Alarms
@@ -217,6 +218,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.settings = SettingsProof(
             asked, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], banned
         )
+        refuse_shared_memory(policy)
         self.optimizer_is_given, self._said = optimizers[0] is not None, set()
         if not self.optimizer_is_given:
             check_steps_move(policy, args, self.alarms)
@@ -247,7 +249,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.objective.router_coefficient = router_coefficient(policy, args)
         if ref_model is not None:
             check_reference_model(policy, ref_model)
-        self._rules = IdRules.of_run(sampling_of(args, tokenizer, banned), policy, tokenizer)
+        self._rules = IdRules.of_run(sampling_of(args, tokenizer, ends, banned), policy, tokenizer)
         self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], longest)
         self._order = order_of(self._train_prompts, args, shuffle=args.shuffle_dataset and not data.ordered)
         self._loader = make_loader(self._train_prompts, self._order, args)

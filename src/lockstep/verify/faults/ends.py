@@ -59,7 +59,7 @@ def _vllm_ignores() -> Patch:
     real = vllm_requests.sampling_fields
 
     def ignoring(request: GenerationRequest) -> dict[str, Any]:
-        return {**real(request), "ignore_eos": True}
+        return {**real(request), "ignore_eos": True, "stop_token_ids": []}
 
     return patch.object(vllm_requests, "sampling_fields", ignoring)
 
@@ -68,7 +68,7 @@ def _transformers_ignores() -> Patch:
     real = transformers_engine._RowsDone._reason
 
     def ignoring(self: Any, row: Any) -> Any:
-        with patch.object(self, "_end_ids", ()):
+        with patch.object(row, "end_ids", ()):
             return real(self, row)
 
     return patch.object(transformers_engine._RowsDone, "_reason", ignoring)

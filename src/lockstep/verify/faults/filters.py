@@ -19,6 +19,7 @@ import lockstep.engines.transformers_engine as transformers_engine
 from lockstep.engines.filters.distribution import Grammar
 from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
 from lockstep.tokens.arrays import small_ids, whole_numbers
+from lockstep.tokens.end import end_ids
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.config.fields.filters import FilterFields
 from lockstep.training.config.sampling import sampling_of
@@ -41,7 +42,8 @@ def samples_with(stage: Stage, **given: Any) -> Iterator[None]:
     """The run samples at temperature 1 with these filters and no others: its requests, its trainer, and its proofs."""
     neutral = {f.name: f.default for f in fields(FilterFields)}
     with user_asks(stage, **{**neutral, "temperature": 1.0, **given}), ExitStack() as stack:
-        rules = IdRules.of_run(sampling_of(stage.config, stage.tokenizer), stage.model, stage.tokenizer)
+        ends = end_ids(stage.model, stage.tokenizer)
+        rules = IdRules.of_run(sampling_of(stage.config, stage.tokenizer, ends), stage.model, stage.tokenizer)
         stack.enter_context(patch.object(stage.trainer, "_rules", rules))
         stack.enter_context(patch.object(stage.trainer.proofs, "distribution", rules.distribution))
         yield

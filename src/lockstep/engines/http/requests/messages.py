@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import eq, itemgetter
 from typing import Any, TypeVar, cast
 
@@ -237,4 +238,18 @@ def agreed_answers(workers: Sequence[Mapping[str, T]], engine: str, same: Callab
 def loaded_from(found: Mapping[str, Any], server: str) -> LoadedWeights:
     """Convert the acknowledgement of one worker. `server` is the name of its server in errors."""
     tensors = tuple(TensorSpec(name, dtype, tuple(shape), digest) for name, dtype, shape, digest in found["tensors"])
-    return LoadedWeights(tensors, tuple(found["untouched"]), server, unknown_base=found["unknown_base"])
+    untouched, unstored = tuple(found["untouched"]), tuple(found["unstored"])
+    return LoadedWeights(tensors, untouched, server, unknown_base=found["unknown_base"], unstored=unstored)
+
+
+def loaded_by(workers: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[LoadedWeights]:
+    """The acknowledgements of all workers that share one model. A tensor is stored if one of them has stored it.
+
+    Args:
+        names: what errors call each worker.
+    """
+    in_no_worker = set.intersection(*(set(found["unstored"]) for found in workers))
+    return [
+        replace(one, unstored=tuple(name for name in one.unstored if name in in_no_worker))
+        for one in (loaded_from(found, name) for found, name in zip(workers, names, strict=True))
+    ]

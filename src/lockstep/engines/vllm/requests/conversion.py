@@ -58,6 +58,9 @@ def _optional_fields(sampling: Sampling) -> dict[str, Any]:
         fields["logit_bias"] = dict(sampling.logit_bias)
     if sampling.allowed_token_ids is not None:
         fields["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.end_ids:
+        # Otherwise vLLM ends at the end tokens of its model directory, and the trainer may have been given others.
+        fields |= {"ignore_eos": True, "stop_token_ids": list(sampling.end_ids)}
     if sampling.grammar is not None:
         fields["structured_outputs"] = _structured_outputs(sampling.grammar)
     return fields

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.engines.adapters.transfer import AdapterCalls, one_acknowledgement
-from lockstep.engines.http.requests.messages import loaded_from
+from lockstep.engines.http.requests.messages import loaded_by
 from lockstep.engines.http.transport import WeightReceiverCalls, WeightTransport
 from lockstep.engines.protocol import EngineSettings, LoadedWeights
 from lockstep.engines.vllm.settings import differing_settings, only_dtype, settings_from
@@ -134,4 +134,4 @@ class WorkerProcesses:
 
 def _of_all(found: Sequence[Any]) -> LoadedWeights:
     """One acknowledgement from the JSON of each worker."""
-    return one_acknowledgement([loaded_from(one, f"worker {rank} of vLLM") for rank, one in enumerate(found)])
+    return one_acknowledgement(loaded_by(found, [f"worker {rank} of vLLM" for rank in range(len(found))]))

@@ -59,6 +59,7 @@ class RolloutAgents:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._gateway: Gateway | None = None
         self._images: ImagePrompts | None = None
+        self._end_ids: Sequence[int] = ()
 
     @property
     def rewards(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class RolloutAgents:
             InputError: the tokenizer has no chat template, or its conversations cannot be extended.
         """
         arguments = self._config.template_arguments
-        self._tokenizer, self._images = tokenizer, images
+        self._tokenizer, self._end_ids, self._images = tokenizer, end_ids, images
         placeholder = images.placeholder if images is not None else None
         self._extensions = Extensions(
             tokenizer, end_ids, arguments, self._config.tool_format, placeholder, self._config.renderer
@@ -92,7 +93,7 @@ class RolloutAgents:
         assert self._extensions is not None
         assert self._tokenizer is not None
         config = self._config
-        limits = RunLimits(self._model, sampling_of(config, self._tokenizer))
+        limits = RunLimits(self._model, sampling_of(config, self._tokenizer, self._end_ids))
         self._gateway = Gateway(limits, config.gateway_host, config.gateway_port)
         _logger.info(f"agents call the gateway at {self._gateway.url}")
         return AgentProgram(self._agent, self._gateway, self._extensions, self._images)

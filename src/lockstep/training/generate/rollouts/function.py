@@ -52,7 +52,7 @@ class RolloutFunction:
                 f"rollout_func is a {type(function).__name__}; it must be a function of (prompts, trainer)"
             )
         self._function, self._trainer, self._bounds = function, trainer, bounds
-        self._decode, self.images = decoding(tokenizer), images
+        self._decode, self.images, self.end_ids = decoding(tokenizer), images, tuple(bounds.end_ids)
         # Number of calls of the helper below within one generation. Seeds depend on it.
         self.calls = 0
 
@@ -110,7 +110,8 @@ def generate_rollout_completions(
         raise InputError("generate_rollout_completions samples for a rollout_func; call it from there")
     number, own.calls = own.calls, own.calls + 1
     tokenizer, context = trainer.processing_class, engine.settings().max_model_len
-    sampling = sampling_of(config, tokenizer, own.images.banned_ids if own.images is not None else ())
+    banned = own.images.banned_ids if own.images is not None else ()
+    sampling = sampling_of(config, tokenizer, own.end_ids, banned)
     requests = []
     for place, prompt in enumerate(prompts):
         key = RequestKey(f"rollout_func/{number}", place)
