@@ -33,7 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sharded")
 
 
-# In CI, `server/test_two_ranks_on_a_server.py` trains with DeepSpeed.
+# In CI, `tests/server/test_two_ranks_on_a_server.py` trains with DeepSpeed.
 @pytest.fixture(scope="module", params=["fsdp", pytest.param("deepspeed", marks=pytest.mark.release)])
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param == "deepspeed":
