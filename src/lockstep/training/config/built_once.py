@@ -6,6 +6,7 @@ loaded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from lockstep.engines.vllm.arguments import check_user_arguments
 from lockstep.errors import InputError
+from lockstep.model_files import build_empty
 from lockstep.secret import without_secrets
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ def check_accelerator(given: Any) -> None:
     """Build accelerate's settings.
 
     Args:
-        given: a mapping, the path of a JSON file, or settings that are built.
+        given: a mapping, its JSON, the path of a JSON file, or settings that are built.
 
     Raises:
         InputError: accelerate has no such setting, or the file cannot be read.
@@ -51,6 +53,8 @@ def check_accelerator(given: Any) -> None:
     if given is None or isinstance(given, AcceleratorConfig):
         return
     with _sentence("accelerator_config", given):
+        if isinstance(given, str) and given.startswith("{"):
+            given = json.loads(given)
         AcceleratorConfig.from_json_file(given) if isinstance(given, str) else AcceleratorConfig(**given)
 
 
@@ -118,7 +122,7 @@ def _model(given: Mapping[str, Any]) -> None:
             "num_attention_heads": 1,
         }
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(LlamaConfig(**sizes), attn_implementation=attention)
+            build_empty(AutoModelForCausalLM, LlamaConfig(**sizes, attn_implementation=attention))
 
 
 def _recomputed(given: Mapping[str, Any]) -> None:
