@@ -94,5 +94,7 @@ def test_an_engine_that_does_not_start_says_why(
         raise error
 
     monkeypatch.setattr(VLLMInProcess, "_run", fails)
-    with pytest.raises(InputError, match="no 'requests'" if str(error) else r"AssertionError: without a text .*raise error"):
+    with pytest.raises(
+        InputError, match="no 'requests'" if str(error) else r"AssertionError: without a text .*raise error"
+    ):
         VLLMInProcess(untied_dir, dtype=torch.float32, max_model_len=64)

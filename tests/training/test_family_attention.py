@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from model_families import make_family
+from safetensors.torch import load_file, save_file
 from test_filtered_scores import check
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lockstep.engines.protocol import Sampling
 from lockstep.errors import InputError
+from lockstep.models.policy import load_policy
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows
 from lockstep.training.generate.engine import check_positions, shake_hands
@@ -43,6 +46,23 @@ def test_what_vllm_computes_otherwise_is_refused_before_the_first_push() -> None
     engine = SimpleNamespace(settings=lambda: SimpleNamespace(engine="vllm"))
     with pytest.raises(InputError, match="within 512 tokens"):
         shake_hands(engine, make_family("cohere2"), "unused", torch.float32, 513)  # type: ignore[arg-type]
+
+
+def test_a_head_of_its_own_in_the_files_of_a_tied_model_is_refused_with_vllm(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, tie_word_embeddings=True, **sizes)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    # A second copy of the embedding is the same model.
+    save_file(
+        {**weights, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    same = load_policy(str(tmp_path))
+    assert same.lm_head.weight is same.model.embed_tokens.weight
+    save_file({**weights, "lm_head.weight": embedding * 2}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    engine = SimpleNamespace(settings=lambda: SimpleNamespace(engine="vllm"))
+    with pytest.raises(InputError, match="tie_word_embeddings to false"):
+        shake_hands(engine, load_policy(str(tmp_path)), "unused", torch.float32, 32)  # type: ignore[arg-type]
 
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8}

@@ -339,11 +339,18 @@ def _check_runnable(model: PreTrainedModel, longest: int) -> None:
     """Refuse models that vLLM 0.32 does not compute or load as transformers 5 does (`make families`).
 
     Raises:
-        InputError: the model's experts are laid out in a way that cannot be sent, or it is a Cohere2 with sequences longer than
-            its window.
+        InputError: the model's experts are laid out in a way that cannot be sent, it is a Cohere2 with sequences longer than its
+            window, or its head is another tensor than the embedding although its config ties them.
     """
-    checkpoint_tensors(causal_model(model))
+    inner = causal_model(model)
+    checkpoint_tensors(inner)
     config = model.config.get_text_config()
+    ties = getattr(inner.config, "tie_word_embeddings", False)
+    if ties and inner._tied_weights_keys and not inner.all_tied_weights_keys:
+        raise InputError(
+            "the config ties the head to the embedding (tie_word_embeddings), and the files have another head: transformers "
+            "computes with that head, and vLLM with the embedding. Set tie_word_embeddings to false in config.json"
+        )
     window = getattr(config, "sliding_window", None)
     if config.model_type == "cohere2" and window is not None and window < longest:
         raise InputError(
