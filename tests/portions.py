@@ -99,6 +99,7 @@ LATER = {
     "faults/test_faults_in_runs.py::"
     "test_a_fault_that_raises_in_a_run_is_a_row_and_leaves_nothing_behind[max_staleness": "its other way of a run",
     "faults/test_injected_faults.py::test_the_fault_is_caught_by_its_proof[transformers": "its rows with vLLM",
+    "faults/test_injected_faults.py::test_an_injection_leaves_nothing_behind[transformers": "its row with vLLM",
     "images/test_pictures_on_two_ranks.py::test_two_ranks_learn_from_pictures_with_a_real_server": "two ranks without a server",
     "server/test_elastic_servers.py::": "test_several_servers.py, where no server joins later",
     "server/test_in_flight.py::"

@@ -73,9 +73,9 @@ def test_settings_can_be_said_to_a_process_and_workloads_fit_its_context(part: s
         assert work.tokens + (work.prompt_tokens or 128) <= _CONTEXT
 
 
-def test_what_lockstep_does_by_default_is_among_the_settings() -> None:
+def test_what_lockstep_does_by_default_is_among_the_settings(untied_dir: str) -> None:
     default = {field.name: field.default for field in fields(GRPOConfig)}["vllm_max_num_seqs"]
-    block = engine_arguments("model", torch.float32, _CONTEXT, default).get("block_size")
+    block = engine_arguments(untied_dir, torch.float32, _CONTEXT, default).get("block_size")
     assert Setting() == Setting(max_num_seqs=default)
     assert all(Setting() in PARTS[part].settings.values() for part in ("compile", "batch", "prefix"))
     assert torch.cuda.is_available() or Setting(vllm={"block_size": block}) in PARTS["block"].settings.values()

@@ -18,7 +18,7 @@ from lockstep.algorithms.segments import Segments
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.errors import InputError, ProofError
+from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt
 from lockstep.sync.push import push_weights
@@ -131,7 +131,7 @@ def test_w7_a_load_that_breaks_off_closes_the_engine(stage: Stage, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(stage.engine, "load", broken)
-        with pytest.raises(ConnectionError):
+        with pytest.raises(LockstepError, match="pushed into the engine: ConnectionError: half-way"):
             stage.push()
     request = GenerationRequest(RequestKey("p", 0), (5, 6, 7), Sampling(2), 1)
     with pytest.raises(ProofError, match="no committed weights"):

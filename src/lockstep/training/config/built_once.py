@@ -20,6 +20,7 @@ from lockstep.engines.vllm.arguments import check_user_arguments
 from lockstep.errors import InputError
 from lockstep.model_files import build_empty
 from lockstep.secret import without_secrets
+from lockstep.training.forward.attention.tree_attention import is_flash
 
 if TYPE_CHECKING:
     from lockstep.training.config.online_config import OnlineConfig
@@ -113,7 +114,7 @@ def _model(given: Mapping[str, Any]) -> None:
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
         raise TypeError(f"{dtype} has no fractions; give float32 or bfloat16")
     attention = given.get("attn_implementation")
-    if isinstance(attention, str) and "/" not in attention:
+    if isinstance(attention, str) and "/" not in attention and not is_flash(attention):
         sizes = {
             "vocab_size": 8,
             "hidden_size": 8,
