@@ -226,6 +226,8 @@ def test_a_server_whose_engine_cannot_send_answers_is_started_again_and_leaves_n
 ) -> None:
     earlier = set(Path(tempfile.gettempdir()).iterdir())
     with serve(untied_dir, tmp_path) as server:
+        # Before that the supervisor waits for a start, for as long as a start may take.
+        await_restart(server, "is ready at", 60)
         # Half of a character, which no answer of the engine can carry: it ends the thread that sends the engine's answers.
         broken = {"method": "lockstep_pictures", "args": [json.dumps(["\ud800"])]}
         asking = threading.Thread(target=ask, args=(server, "/collective_rpc", broken, 60.0))

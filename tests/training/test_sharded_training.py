@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -220,14 +221,15 @@ def test_a_model_that_stays_gathered_is_refused_before_the_optimizer(found: Foun
 def test_a_rank_that_fails_plays_its_passes_to_the_end(found: Found, where: str) -> None:
     one, other = found(f"fails:{where}", 0), found(f"fails:{where}", 1)
     assert one["raised"] == "LockstepError"
-    assert "rank 1: ZeroDivisionError: by design" in one["message"]
-    assert other["raised"] == "ZeroDivisionError"
+    assert re.search("^rank 1: .*ZeroDivisionError: by design", one["message"])
+    # `learn` names what the libraries below it raise.
+    assert other["raised"] == ("ZeroDivisionError" if where == "before" else "LockstepError")
 
 
 def test_a_rank_that_fails_inside_a_forward_is_told_by_the_others_in_bounded_time(found: Found) -> None:
     one, other = found("fails:inside", 0), found("fails:inside", 1)
-    assert "rank 1: ZeroDivisionError: by design" in one["message"]
-    assert other["raised"] == "ZeroDivisionError"
+    assert re.search("^rank 1: .*ZeroDivisionError: by design", one["message"])
+    assert other["raised"] == "LockstepError"
 
 
 def test_what_is_not_supported_is_refused_by_name(found: Found, kind: str) -> None:
