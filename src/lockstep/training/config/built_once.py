@@ -20,7 +20,6 @@ from lockstep.engines.vllm.arguments import check_user_arguments
 from lockstep.errors import InputError
 from lockstep.model_files import build_empty
 from lockstep.secret import without_secrets
-from lockstep.training.forward.attention.tree_attention import is_flash
 
 if TYPE_CHECKING:
     from lockstep.training.config.online_config import OnlineConfig
@@ -114,7 +113,8 @@ def _model(given: Mapping[str, Any]) -> None:
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
         raise TypeError(f"{dtype} has no fractions; give float32 or bfloat16")
     attention = given.get("attn_implementation")
-    if isinstance(attention, str) and "/" not in attention and not is_flash(attention):
+    # FlashAttention becomes sdpa, also where it is not installed (`training/forward/policy.py`).
+    if isinstance(attention, str) and "/" not in attention and "flash" not in attention.lower():
         sizes = {
             "vocab_size": 8,
             "hidden_size": 8,
