@@ -119,7 +119,7 @@ def writing(what: str, folder: PathLike[str], otherwise: Callable[[], str] = str
             raise
         place = next(place for place in (Path(folder), *Path(folder).absolute().parents) if place.exists())
         free = shutil.disk_usage(place).free / 2**30
-        why = " ".join(str(error).partition("\nframe #")[0].split())
+        why = one_line(error)
         more = "".join(f"; {text}" for text in [otherwise()] if text)
         raise LockstepError(f"{what} could not be written ({free:.1f} GiB free in {folder}): {why}{more}") from error
 
@@ -152,8 +152,8 @@ def foreign_errors(what: str, kind: type[LockstepError] = LockstepError) -> Iter
 
 def told(error: Exception) -> str:
     """The type of an error, its text, and the file and line that raised it, in one line."""
-    # A bare assertion has no text. PyTorch's own text may end in a list of native frames.
-    text = " ".join(str(error).partition("\nframe #")[0].split())[:_QUOTED] or "without a text"
+    # A bare assertion has no text.
+    text = one_line(error)[:_QUOTED] or "without a text"
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return f"{type(error).__name__}: {text}"
@@ -162,3 +162,8 @@ def told(error: Exception) -> str:
     for folder in _PACKAGES:
         file = file.rpartition(folder)[2]
     return f"{type(error).__name__}: {text} ({file}:{place.lineno}, {place.line or place.name})"
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error in one line, without the list of native frames in which PyTorch's text may end."""
+    return " ".join(str(error).partition("\nframe #")[0].split())

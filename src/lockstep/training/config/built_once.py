@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from lockstep.engines.vllm.arguments import check_user_arguments
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
 from lockstep.model_files import build_empty
 from lockstep.secret import without_secrets
 
@@ -99,7 +99,7 @@ def _sentence(name: str, given: Any) -> Iterator[None]:
     try:
         yield
     except UNUSABLE as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        said = f"{type(error).__name__}: {one_line(error)}"
         raise InputError(f"{name}={without_secrets(given)} cannot be used: {said:.300}") from error
 
 

@@ -11,7 +11,8 @@ import torch
 from transformers import Trainer, get_scheduler
 
 from lockstep.engines.vllm.arguments import check_quantization
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
+from lockstep.training.config.built_once import UNUSABLE
 
 if TYPE_CHECKING:
     from lockstep.training.config.online_config import OnlineConfig
@@ -122,7 +123,7 @@ def check_schedule(config: OnlineConfig) -> None:
             else _reduced(name, given)
         )
         bad = [f for f in factors if isinstance(f, complex) or not math.isfinite(f) or f < 0]
-    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RuntimeError) as error:
+    except UNUSABLE as error:
         said = f" with lr_scheduler_kwargs={given}" if given else ""
         raise InputError(
             f"lr_scheduler_type={name}{said} cannot be used: {error}; lr_scheduler_kwargs has its arguments, and its numbers "
@@ -175,10 +176,10 @@ def check_optimizer(config: OnlineConfig) -> None:
             other.optim_args = None
             if Trainer.get_optimizer_cls_and_kwargs(other) == (made, settings):
                 _logger.warning(f"optim_args={given} changes nothing of optim={name}")
-    except (ValueError, TypeError, AttributeError, KeyError, ArithmeticError, RuntimeError, ImportError) as error:
+    except UNUSABLE as error:
         said = f" with optim_args={given}" if given else ""
         raise InputError(
-            f"optim={name}{said} cannot be used: {type(error).__name__}: {' '.join(str(error).split())}; optim_args has its "
+            f"optim={name}{said} cannot be used: {type(error).__name__}: {one_line(error)}; optim_args has its "
             "arguments, as in momentum=0.9,nesterov=true"
         ) from error
 
