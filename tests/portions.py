@@ -102,6 +102,8 @@ LATER = {
     "faults/test_injected_faults.py::test_an_injection_leaves_nothing_behind[transformers": "its row with vLLM",
     "images/test_pictures_on_two_ranks.py::test_two_ranks_learn_from_pictures_with_a_real_server": "two ranks without a server",
     "server/test_elastic_servers.py::": "test_several_servers.py, where no server joins later",
+    "server/test_examples.py::test_the_script_serves_trains_and_stops_its_server": "test_hand_started_servers.py, "
+    "which serves and trains with the commands that the script has",
     "server/test_in_flight.py::"
     "test_tokens_of_running_requests_carry_the_version_that_sampled_each[gloo]": "its other transport",
     "server/test_two_ranks_on_a_server.py::"

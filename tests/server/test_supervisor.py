@@ -50,6 +50,17 @@ time.sleep(600)
 """
 
 
+# A server whose engine dies before its first health check: it answers, and calls itself ill.
+ILL = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(401 if self.path == "/" else int(sys.argv[2])); self.end_headers()
+    def log_message(self, *args): pass
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
 # A server that is healthy. The second program of its session is stopped when it has been asked three times.
 STOPPED = """
 import os, signal, subprocess, sys
@@ -94,6 +105,20 @@ def test_a_server_that_never_came_up_is_not_tried_for_ever() -> None:
     )
     with pytest.raises(Exception, match="ended with exit code 7 before it was ready"):
         supervisor.run()
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(503, "reported errors for 1 s"), (504, "has an engine that did not answer for 120 s")]
+)
+def test_a_server_whose_engine_dies_before_it_is_ready_is_no_start_that_takes_long(
+    status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.server.supervisor._FAILING_LIMIT", 1.0)
+    monkeypatch.setattr("lockstep.server.supervisor._START_LIMIT", 20.0)
+    port = free_port()
+    command = [sys.executable, "-c", ILL, str(port), str(status)]
+    with pytest.raises(Exception, match=f"{said} before it was ready"):
+        Supervisor(command, {}, f"http://127.0.0.1:{port}", ready=print, say=print).run()
 
 
 def test_the_files_of_a_server_are_its_owners_alone() -> None:

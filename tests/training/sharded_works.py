@@ -1,8 +1,8 @@
 """The pieces of work of `sharded.py`, by number of ranks."""
 
-METHODS = ("grpo-grpo", "grpo-full", "dpo-sigmoid", "ppo")
+METHODS = ("grpo-grpo", "grpo-full", "ppo")
 # Methods whose forwards are those of another one here: CI leaves them out.
-OTHERS = ("rloo", "reinforce++", "scalerl")
+OTHERS = ("dpo-sigmoid", "rloo", "reinforce++", "scalerl")
 ADAPTED = ("grpo-lora",)
 # One method with settings that change what is sampled, when, and how it is scored.
 SETTINGS = ("filters", "evaluated", "thinking", "ahead")

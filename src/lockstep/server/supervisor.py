@@ -122,6 +122,8 @@ class Supervisor:
         """Run the server once. Returns the seconds since it became healthy (None: it was never healthy), and how it ended."""
         start, healthy_since, next_check = time.monotonic(), None, 0.0
         last_healthy, running_at, failing_since = start, start, None
+        # vLLM's server listens when its engine has started. From its first answer on, a bad answer means a bad engine.
+        answers = False
         # vLLM's processes would end late or never: a server that gets SIGTERM waits for its open calls.
         kill_at_exit = KillAtExit()
         # A new process group, so that all processes of the server can be ended; and a umask, so that only this user can open its
@@ -147,12 +149,15 @@ class Supervisor:
                     if health is Health.HEALTHY:
                         self._note_files(self._child.pid)
                     failing_since = (failing_since or now) if health is Health.FAILING else None
-                    if health is Health.HEALTHY and healthy_since is None and self._is_ours():
+                    if not answers and health is not Health.SILENT and self._is_ours():
+                        answers, last_healthy, running_at = True, time.monotonic(), time.monotonic()
+                        failing_since = running_at if health is Health.FAILING else None
+                    if health is Health.HEALTHY and healthy_since is None and answers:
                         healthy_since = time.monotonic()
                         shown.close()
                         self._ready(healthy_since - start)
                     next_check = now + (_HEALTH_EVERY if healthy_since and health is Health.HEALTHY else _TICK)
-                if healthy_since is not None:
+                if answers:
                     if health is Health.ENGINE_SILENT:
                         self._child.kill()
                         return _since(healthy_since), f"has an engine that did not answer for {SILENT_LIMIT:.0f} s"
