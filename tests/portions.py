@@ -94,6 +94,8 @@ ROWS_IN_CI = {
 }
 # Rows, tests and files that are too long for CI, by the beginning of their names, with what CI has in place of each.
 LATER = {
+    "beside_trl/test_trls_own_scripts.py::"
+    "test_the_quick_start_runs_although_no_completion_of_a_row_is_scored": "the other scripts of TRL's package",
     "contract/test_engine_contract.py::"
     "test_short_completions_are_handed_over_while_a_long_one_is_sampled[server]": "its rows of the other engines",
     "faults/test_faults_in_runs.py::"
@@ -108,6 +110,9 @@ LATER = {
     "test_tokens_of_running_requests_carry_the_version_that_sampled_each[gloo]": "its other transport",
     "server/test_two_ranks_on_a_server.py::"
     "test_two_ranks_with_a_sharded_model_train_with_one_server[fsdp]": "its row of DeepSpeed",
+    "training/test_adapters_alone_in_runs.py::"
+    "test_a_server_that_is_killed_gets_the_adapter_again_and_the_weights_are_the_same": "test_adapters_alone_on_servers.py, "
+    "where a server is started again without a run",
     "training/test_real_model.py::": "scripts/newcomer.py, which trains the same model",
 }
 
