@@ -1,0 +1,253 @@
+"""Small runs of vLLM's GPU worker on the pretend GPU, for `test_gpu_runners.py`: `python gpu_runner_runs.py FILE NAME …`
+
+It runs in a process of its own, whose environment is that of `on_pretend_gpu.py`. It writes to FILE, as JSON, what each run has found:
+an object of figures, or {"failed": traceback}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from by_the_book import kept_set, shaped
+from methods import GROUPS, lora, make
+from tiny import CONTEXT, make_model, save
+
+from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.sleep import weight_digests
+from lockstep.errors import InputError
+from lockstep.sync.push import push_weights
+
+FOLDER = Path(tempfile.mkdtemp())
+# Rounding moves a token over the edge of a set only if its probability is this close to the edge.
+EDGE = 1e-4
+FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 20, "temperature": 0.8}
+# Bytes of the cache, so that a small device holds many engines. By itself vLLM would take a third of the device.
+SMALL = {"kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": CONTEXT}
+
+
+def start(model: str, dtype: torch.dtype = torch.float32, **more: Any) -> VLLMInProcess:
+    arguments = {**SMALL, **more.pop("engine_kwargs", {})}
+    return VLLMInProcess(model, dtype=dtype, max_model_len=CONTEXT, max_num_seqs=16, engine_kwargs=arguments, **more)
+
+
+@contextlib.contextmanager
+def engine(*args: Any, **kwargs: Any) -> Iterator[VLLMInProcess]:
+    started = start(*args, **kwargs)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def model_folder() -> str:
+    folder = FOLDER / "model"
+    return str(folder if folder.exists() else save(make_model(), folder))
+
+
+def learned(name: str, engine: VLLMInProcess | None, model: str | None = None, **fields: Any) -> dict[str, Any]:
+    """Two proven steps of GRPO. Returns the largest gap, and whether every gradient moved something."""
+    arguments = {key: fields.pop(key) for key in ("peft_config",) if key in fields}
+    fields = {**GROUPS, "max_steps": 2, **fields}
+    trainer = make("GRPO", model or model_folder(), FOLDER / name, engine, fields, **arguments)
+    before = {key: p.detach().clone() for key, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    after = dict(trainer.model.named_parameters())
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    found = {
+        "steps": len(logs),
+        "gap": max(log["parity/max_abs_gap"] for log in logs),
+        "mean_gap": max(log["parity/mean_abs_gap"] for log in logs),
+        "moved": any(not torch.equal(p, after[key]) for key, p in before.items()),
+        "device": str(trainer.model.device),
+        **inside(trainer.engine),
+    }
+    trainer.close()
+    return found
+
+
+def inside(engine: Any) -> dict[str, str]:
+    """Where vLLM's worker, its runner and its attention come from."""
+    (worker,) = engine.llm.collective_rpc(lambda worker: worker)
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    return {
+        "worker": type(getattr(worker, "worker", worker)).__module__,
+        "runner": type(worker.model_runner).__module__,
+        "attention": next(type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")),
+    }
+
+
+def kept_sets(engine: VLLMInProcess) -> dict[str, Any]:
+    """Requests with several filters and requests without any, in one batch, beside the exact sets."""
+    model = make_model()
+    push_weights(model, engine, 7)
+    settings = [
+        Sampling(6, top_k=5),
+        Sampling(6, top_p=0.8),
+        Sampling(6),
+        Sampling(6, temperature=1.5, min_p=0.02, top_k=40, top_p=0.9),
+        Sampling(6, temperature=2.0, top_p=0.99, max_kept_ids=4),
+    ]
+    rng = random.Random(0)
+    asked = [
+        GenerationRequest(RequestKey(f"p{i}", 0), [rng.randrange(4, 300) for _ in range(8 + i % 3)], sampling, 50 + i)
+        for i, sampling in enumerate(settings * 3)
+    ]
+    too_many = [request for request in asked if request.sampling.max_kept_ids == 4]
+    answers = engine.generate([request for request in asked if request not in too_many])
+    found: dict[str, Any] = {"sets": 0, "differ": 0, "without": 0, "sampled_outside": 0}
+    for request in asked:
+        if request.key not in answers:
+            continue
+        answer, prompt = answers[request.key], request.prompt_ids.tolist()
+        output = answer.token_ids.tolist()
+        if answer.kept_ids is None:
+            found["without"] += not request.sampling.is_filtered
+            continue
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
+        for i, token in enumerate(output):
+            scores = shaped(logits[i], request.sampling, prompt, output[:i], [0], None)
+            ids = set(answer.kept_ids.part(i, i + 1).ids.tolist())
+            inner, outer = (kept_set(scores, request.sampling, sign * EDGE) for sign in (-1, 1))
+            found["sets"] += 1
+            found["differ"] += not inner <= ids <= outer
+            found["sampled_outside"] += token not in ids
+    try:
+        engine.generate(too_many)
+    except InputError as error:
+        found["over_the_limit"] = str(error)
+    # The engine goes on.
+    found["afterwards"] = len(engine.generate(asked[:1]))
+    return found
+
+
+def in_fp32() -> dict[str, Any]:
+    """GRPO without and with filters, a merged adapter, kept sets, and sleep level 2, on one engine."""
+    with engine(model_folder(), sleep_level=2) as started:
+        runs = {
+            "plain": learned("plain", started, vllm_enable_sleep_mode=True),
+            "filters": learned("filters", started, **FILTERS),
+            "merged": learned("merged", started, peft_config=lora()),
+        }
+        return {**runs, "kept": kept_sets(started), "sleep": slept(started, 8)}
+
+
+def in_bf16() -> dict[str, Any]:
+    with engine(model_folder(), torch.bfloat16) as started:
+        return learned("bf16", started, bf16=True)
+
+
+def in_8_bits() -> dict[str, Any]:
+    with engine(model_folder(), torch.bfloat16, quantization="fp8_per_channel") as started:
+        fields = {"vllm_quantization": "fp8_per_channel", "bf16": True, "learning_rate": 1e-3}
+        return learned("fp8", started, **fields)
+
+
+def adapters_alone() -> dict[str, Any]:
+    """An adapter that is sent alone, with sleep level 1: the weights go to main memory between two pushes."""
+    from lockstep.engines.adapters.in_process import adapter_arguments
+
+    arguments = adapter_arguments(8, ["q_proj", "up_proj"])
+    with engine(model_folder(), torch.bfloat16, sleep_level=1, engine_kwargs=arguments) as started:
+        fields = {"vllm_enable_lora": True, "vllm_enable_sleep_mode": True, "bf16": True}
+        run = learned("alone", started, peft_config=lora(), **fields)
+        return {"run": run, "sleep": slept(started, 8)}
+
+
+def slept(engine: VLLMInProcess, version: int) -> dict[str, Any]:
+    """What the weights are before, during and after a sleep. Level 1 keeps them; after level 2 they are pushed again."""
+    engine._sleep.wake()
+    (before,) = engine._call(weight_digests)
+    engine.sleep()
+    (asleep,) = engine._call(_finite)
+    if engine._sleep.level == 1:
+        engine._sleep.wake_weights()
+    else:
+        push_weights(make_model(), engine, version)
+    (after,) = engine._call(weight_digests)
+    (awake,) = engine._call(_finite)
+    changed = sorted(name for name in before if before[name] != after[name])
+    return {"parameters": len(before), "changed": changed, "finite_asleep": asleep, "finite_awake": awake}
+
+
+def _finite(worker: Any) -> int:
+    return sum(bool(p.float().isfinite().any()) for p in worker.model_runner.model.parameters())
+
+
+def pictures() -> dict[str, Any]:
+    from looking import gaps, look
+    from seeing import let_vllm_see, save_seeing
+
+    let_vllm_see()
+    folder = save_seeing(FOLDER / "seeing")
+    with engine(folder) as started:
+        trainer = look(folder, FOLDER / "pictures", engine=started)
+        trainer.train()
+        seen = {len(group.prompt.pictures.pictures) if group.prompt.pictures else 0 for group in trainer.rollouts()}
+        found = {"steps": len(gaps(trainer)), "gap": max(gaps(trainer)), "pictures": sorted(seen), **inside(started)}
+        trainer.close()
+        return found
+
+
+def experts() -> dict[str, Any]:
+    from model_families import save_family
+
+    folder = save_family("qwen3_moe", FOLDER / "experts")
+    with engine(folder) as started:
+        return learned("experts_run", started, folder)
+
+
+def first_runner() -> dict[str, Any]:
+    """vLLM's first model runner on the GPU, which Lockstep's own recorder takes the kept ids from."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    try:
+        with engine(model_folder()) as started:
+            return {"run": learned("first", started, **FILTERS), "kept": kept_sets(started)}
+    finally:
+        del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
+
+
+def stand_ins() -> dict[str, Any]:
+    from pretend_gpu_stand_ins import STAND_INS
+
+    return {name: noted(check) for name, check in STAND_INS.items()}
+
+
+def noted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a run has found, or its traceback."""
+    begin = time.process_time()
+    try:
+        found = run()
+    except Exception:  # noqa: BLE001 - the test that asks for this run shows it
+        found = {"failed": traceback.format_exc()}
+    print(f"{run.__name__}: {time.process_time() - begin:.1f} CPU s", flush=True)
+    return found
+
+
+RUNS: dict[str, Callable[[], dict[str, Any]]] = {
+    run.__name__: run
+    for run in (in_fp32, in_bf16, in_8_bits, adapters_alone, pictures, experts, first_runner, stand_ins)
+}
+
+
+def main(file: str, *names: str) -> None:
+    found = {}
+    for name in names or RUNS:
+        found[name] = noted(RUNS[name])
+        Path(file).write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
