@@ -2185,7 +2185,7 @@ MUTATIONS = [
     Mutation(
         "padding is routed",
         "training/batch/pack.py",
-        "last = self.predictors.cpu()[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]",
+        "last = self.host_predictors[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]",
         "last = ends[self.predictors.cpu()[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]] - 1",
         "tests/training/test_router_loss.py::test_every_position_counts_once_per_sequence_and_padding_counts_nothing",
     ),

@@ -145,7 +145,7 @@ def compared(kind: str, size: int) -> dict[str, float]:
     model, plain, pack = new_model(), new_model(), one_pack(kind, size)
     adopt_tree_attention(model)
     learn(model, pack)
-    weights = torch.linspace(-1, 1, len(pack.targets)).split(pack.lengths.tolist())
+    weights = torch.linspace(-1, 1, len(pack.targets)).split(pack.sizes)
     for s, weight in zip(pack.sequences, weights, strict=True):
         ids, first = torch.tensor([[*s.prompt_ids, *s.completion_ids]]), len(s.prompt_ids)
         logits = plain(ids[:, :-1], use_cache=False).logits[0, first - 1 :]

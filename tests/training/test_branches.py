@@ -107,7 +107,7 @@ def test_branches_share_the_tokens_up_to_where_they_part_and_stay_in_one_pack() 
     (pack,) = pack_sequences(tree, 1000)
     # Prompt 4 9, then 20, where one branch continues with 30 31 and the other with 77 33. The last ids need no position.
     assert sorted(pack.input_ids[0].tolist()) == [4, 9, 20, 30, 31, 33, 77]
-    assert pack.lengths.tolist() == [5]
+    assert pack.sizes == [5]
     for packs in (pack_sequences(sequences, 5), pack_rows(sequences, 5)):
         homes = [{s.name for s in pack.sequences} for pack in packs]
         assert {"p0#1", "p0#1.2"} in homes

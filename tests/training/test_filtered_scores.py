@@ -65,7 +65,7 @@ def scores_of(
     ]
     by_name: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for pack, scores in zip(packs, found, strict=True):
-        lengths = pack.lengths.tolist()
+        lengths = pack.sizes
         parts = zip(scores.logps.split(lengths), scores.entropies.split(lengths), strict=True)
         by_name |= {s.name: part for s, part in zip(pack.sequences, parts, strict=True)}
     logps, entropies = zip(*(by_name[s.name] for s in sequences), strict=True)

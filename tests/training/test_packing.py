@@ -282,7 +282,7 @@ def test_packs_hold_every_token_once_and_keep_to_the_budget(sequences: list[Trai
         alone = max(len(s.prompt_ids) + len(s.completion_ids) - 1 for s in pack.sequences)
         assert pack.input_ids.shape[1] <= max(budget, alone)
         assert pack.targets.tolist() == [s.completion_ids[i] for s in pack.sequences for i in sampled_places(s)]
-        assert pack.lengths.tolist() == [len(sampled_places(s)) for s in pack.sequences]
+        assert pack.sizes == [len(sampled_places(s)) for s in pack.sequences]
         # The position that predicts a token sees exactly the ids before it. Each id is marked with its depth.
         mark = pack.input_ids[0] * 1000 + pack.position_ids[0]
         assert pack.ends is not None

@@ -18,14 +18,16 @@ class Segments:
 
     Attributes:
         lengths: (B,) int64 number of tokens of each completion, in order; may be 0. The sum is N.
+        total: N; None: it is read from the lengths, for which the host waits.
     """
 
     lengths: torch.Tensor
+    total: int | None = None
 
     @cached_property
     def ids(self) -> torch.Tensor:
         """(N,) int64 index of each token's completion."""
-        return torch.repeat_interleave(self.lengths)
+        return torch.repeat_interleave(self.lengths, output_size=self.total)
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """(B,) sum of (N,) values over each completion, in the dtype of the values; 0 for a completion without tokens.

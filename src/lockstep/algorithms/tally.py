@@ -6,16 +6,42 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
+
+Use = Callable[[np.ndarray[Any, np.dtype[np.float64]]], None]
 
 
 class Tally:
-    """Named means, minima and maxima."""
+    """Named means, minima and maxima. Values on another device are read together, when the first figure is asked for."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
         self._lows: dict[str, float] = {}
         self._highs: dict[str, float] = {}
+        self._later: list[tuple[torch.Tensor, Use]] = []
+
+    def later(self, values: torch.Tensor, use: Use) -> None:
+        """Call a function with float64 values on the host: now, or for values on another device before a figure is read.
+
+        Args:
+            values: any shape.
+            use: gets a NumPy array of the same shape.
+        """
+        values = values.detach().double()
+        if values.device.type == "cpu":
+            use(values.numpy())
+        else:
+            self._later.append((values, use))
+
+    def _settle(self) -> None:
+        """Read all values that are on another device, with one copy."""
+        if not self._later:
+            return
+        due, self._later = self._later, []
+        host = torch.cat([values.flatten() for values, _ in due]).cpu()
+        for (values, use), part in zip(due, host.split([values.numel() for values, _ in due]), strict=True):
+            use(part.view(values.shape).numpy())
 
     def mean(self, name: str, values: torch.Tensor | float, count: float = 1, *, weight: float = 1.0) -> None:
         """Add values to a mean.
@@ -25,7 +51,9 @@ class Tally:
             weight: of each value.
         """
         if isinstance(values, torch.Tensor):
-            count, values = values.numel(), float(values.detach().double().sum())
+            size = values.numel()
+            self.later(values.detach().double().sum(), lambda total: self.mean(name, float(total), size, weight=weight))
+            return
         held = self._sums.setdefault(name, [0.0, 0.0])
         held[0] += weight * values
         held[1] += weight * count
@@ -42,14 +70,17 @@ class Tally:
 
     def total(self, name: str) -> float:
         """The sum behind a mean; 0 if nothing was added."""
+        self._settle()
         return self._sums.get(name, [0.0, 0.0])[0]
 
     def count(self, name: str) -> float:
         """The count behind a mean; 0 if nothing was added."""
+        self._settle()
         return self._sums.get(name, [0.0, 0.0])[1]
 
     def figures(self) -> dict[str, float]:
         """Every mean and extreme to log, by name. Means of nothing are left out, and so are names that begin with `_`."""
+        self._settle()
         means = {name: total / count for name, (total, count) in self._sums.items() if count}
         return {name: value for name, value in (means | self._lows | self._highs).items() if not name.startswith("_")}
 
@@ -64,6 +95,7 @@ class Tally:
 
     def data(self) -> dict[str, Any]:
         """The whole content, as JSON types."""
+        self._settle()
         return {"sums": self._sums, "lows": self._lows, "highs": self._highs}
 
 

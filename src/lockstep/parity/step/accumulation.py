@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lockstep.errors import ProofError
+from lockstep.models.to_device import on_host
 from lockstep.parity.step.drawn import Drawn
 from lockstep.shards.parts import is_sharded, local_part
 
@@ -81,11 +82,12 @@ class AccumulationProof:
             holds (of sharded tensors, its part; the other elements are 0).
         """
         self.end()
+        # A tensor that got no gradient has added 0.
+        counts = np.bincount(self._drawn.owners.numpy(), minlength=len(self._added)).tolist()
         zero = torch.zeros(1, dtype=torch.float64)
+        added = [torch.stack(own) if own else zero.expand(1, n) for own, n in zip(self._added, counts, strict=True)]
         sums, sizes = [], []
-        for index, pieces in enumerate(self._added):
-            count = int((self._drawn.owners == index).sum())
-            stacked = torch.stack(pieces).to("cpu", torch.float64) if pieces else zero.expand(1, count)
+        for stacked in (pieces.double() for pieces in on_host(added)):
             sums.append(stacked.sum(0))
             sizes.append(stacked.abs().sum(0))
         found = self._drawn.read([p.grad for p in self._parameters])

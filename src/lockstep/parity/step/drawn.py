@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from lockstep.models.to_device import sent
 from lockstep.shards.parts import first_element, is_sharded, local_part
 
 # Elements of a window, and windows of a tensor. A tensor with fewer elements is read whole.
@@ -38,7 +39,7 @@ class Drawn:
         self._tensors: list[int] = tensors.tolist()
         # Number of elements of each of these tensors, whose windows follow each other, and their places.
         self._counts: list[int] = np.add.reduceat(sizes, first).tolist() if len(tensors) else []
-        self._places_of = self._places.split(self._counts)
+        self._places_of: dict[torch.device, tuple[torch.Tensor, ...]] = {}
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], seed: tuple[int, ...]) -> Drawn:
@@ -68,15 +69,19 @@ class Drawn:
     def of_tensor(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
         """(n,) values of the windows of one tensor, on its device and in its dtype."""
         at = self._tensors.index(index)
-        return torch.take(tensor.detach(), self._places_of[at].to(tensor.device))
+        return torch.take(tensor.detach(), self._places_on(tensor.device)[at])
+
+    def _places_on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The places of each tensor. A device gets them once."""
+        if device not in self._places_of:
+            self._places_of[device] = sent(self._places, device).split(self._counts)
+        return self._places_of[device]
 
     def read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """(N,) float64 values of the windows, on the host. A tensor that is None, and a part of another rank, reads as zeros."""
         given = [tensors[index] for index in self._tensors]
         device = next((t.device for t in given if t is not None), torch.device("cpu"))
-        on_host = device == torch.device("cpu")
-        places = self._places_of if on_host else self._places.to(device).split(self._counts)
-        pieces = [_elements(t, own) for t, own in zip(given, places, strict=True)]
+        pieces = [_elements(t, own) for t, own in zip(given, self._places_on(device), strict=True)]
         # torch.cat promotes mixed dtypes to one that holds all of them.
         return (torch.cat(pieces) if pieces else torch.zeros(0)).to("cpu", torch.float64)
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.models.to_device import sent
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack_plan import cut_rows, cut_tree
 from lockstep.training.batch.pictures import PackPictures, PictureNumbers, position_ids
@@ -46,6 +47,7 @@ class Pack:
             tensor stays on the CPU, where attention is planned. None: the pack has plain rows with causal attention.
         pictures: the pictures of its placeholders; None: it has none. With pictures, `position_ids` may have one more
             dimension in front: the axes of the model's positions.
+        predictors_on_host: `predictors` as the pack was made, if they have been moved to another device.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -55,22 +57,27 @@ class Pack:
     targets: torch.Tensor
     ends: torch.Tensor | None = None
     pictures: PackPictures | None = None
+    predictors_on_host: torch.Tensor | None = None
 
     @property
-    def lengths(self) -> torch.Tensor:
+    def sizes(self) -> list[int]:
         """(R,) number of scored tokens of each rollout, over all of its branches."""
-        lengths = [sum(s.length for s in own) for own in rollouts_of(self.sequences)]
-        return torch.tensor(lengths, device=self.targets.device)
+        return [sum(s.length for s in own) for own in rollouts_of(self.sequences)]
+
+    @property
+    def host_predictors(self) -> torch.Tensor:
+        """(N,) `predictors` on the CPU."""
+        return self.predictors.cpu() if self.predictors_on_host is None else self.predictors_on_host
 
     @property
     def copies(self) -> torch.Tensor:
         """(T,) or (B·L,) int64 number of sequences that go through each position; 0 for padding."""
         size, width = self.input_ids.numel(), self.input_ids.shape[-1]
         ends = self.ends if self.ends is not None else (torch.arange(size) // width + 1) * width
-        last = self.predictors.cpu()[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]
+        last = self.host_predictors[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]
         ended = torch.zeros(size + 1, dtype=torch.long)
         ended[1:] = torch.bincount(last, minlength=size).cumsum(0)
-        return (ended[ends] - ended[:-1]).to(self.input_ids.device)
+        return sent(ended[ends] - ended[:-1], self.input_ids.device)
 
     def column(self, name: str) -> torch.Tensor:
         """(N,) float32 values of the field `name` of the sequences, one value per token.
@@ -78,7 +85,7 @@ class Pack:
         Raises:
             ValueError: as in `batch.sequence.column`.
         """
-        return column(self.sequences, name).to(self.targets.device)
+        return sent(column(self.sequences, name), self.targets.device)
 
     def kept_ids(self) -> KeptIds:
         """One set of ids for each of the N tokens.
@@ -96,8 +103,8 @@ class Pack:
         if device == self.input_ids.device:
             return self
         names = ("input_ids", "position_ids", "predictors", "targets")
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, **moved)
+        moved: dict[str, Any] = {name: sent(getattr(self, name), device) for name in names}
+        return replace(self, **moved, predictors_on_host=self.host_predictors)
 
 
 def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int | None) -> Iterator[Pack]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from lockstep.models.to_device import sent
+
 # Number of tokens whose rows stay in a core's cache.
 _TOKENS = 8
 # From this vocabulary on, a CPU takes one token at a time: three inner products, without a copy of its row, in a third of the time.
@@ -18,7 +20,8 @@ class DrawSums:
     """Sums over the sampling distributions of N tokens. Each chunk fills in its own tokens, once.
 
     Args:
-        wanted: (N,) bool, the tokens whose sums are needed. Those of the others may stay NaN.
+        wanted: (N,) bool on the host, the tokens whose sums are needed. Those of the others may stay NaN.
+        device: the device of the probabilities.
 
     Attributes:
         variances: (N,) variance of log p under the token's own distribution p, in nats².
@@ -26,8 +29,8 @@ class DrawSums:
         upto: (N,) mass of the ids that are at most as likely as the token, the token included.
     """
 
-    def __init__(self, wanted: torch.Tensor) -> None:
-        self.variances, self.below, self.upto = torch.full((3, len(wanted)), torch.nan, device=wanted.device).unbind()
+    def __init__(self, wanted: torch.Tensor, device: torch.device | str = "cpu") -> None:
+        self.variances, self.below, self.upto = torch.full((3, len(wanted)), torch.nan, device=device).unbind()
         self._wanted = wanted
         self._known: set[int] = set()
 
@@ -46,7 +49,7 @@ class DrawSums:
 
         Args:
             start: names the chunk.
-            places: (n,) the chunk's tokens among the N tokens.
+            places: (n,) the chunk's tokens among the N tokens, on the host.
             rows: (n,) row of each of these tokens.
             targets: (n,) ids of these tokens.
             probabilities: (R, V) distribution of each row.
@@ -56,8 +59,9 @@ class DrawSums:
         if start in self._known:
             return
         self._known.add(start)
-        wanted = self._wanted[places]
-        places, rows, targets = places[wanted], rows[wanted], targets[wanted]
+        wanted = self._wanted[places].nonzero()[:, 0]
+        places, wanted = sent(places[wanted], rows.device), sent(wanted, rows.device)
+        rows, targets = rows[wanted], targets[wanted]
         own = probabilities[rows, targets]
         is_cpu = probabilities.device.type == "cpu"
         if is_cpu and probabilities.shape[-1] >= _LONG_ROW:

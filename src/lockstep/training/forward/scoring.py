@@ -19,6 +19,7 @@ from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import autocast_dtype
 from lockstep.models.logits import changes_logits, transformed_logits
 from lockstep.models.policy import fp32_head_product
+from lockstep.models.to_device import sent
 from lockstep.tokens.arrays import Ids
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import flat
@@ -210,8 +211,10 @@ class _Head:
             draws=draws,
         )
         bans = of_rows is not None and of_rows.rules.bans_ids
-        support = of_rows.support.to(place.device)[place] if of_rows is not None and bans else None
-        return TokenScores(logps, entropies[place], support=support, draws=draws)
+        support = (
+            sent(of_rows.support, hidden.device)[sent(place, hidden.device)] if of_rows is not None and bans else None
+        )
+        return TokenScores(logps, entropies[sent(place, hidden.device)], support=support, draws=draws)
 
     def among_kept(self, hidden: torch.Tensor, pack: Pack, rules: IdRules) -> TokenScores:
         """Scores among the kept ids. Each token has a set of its own, even if tokens share a predictor."""
@@ -237,24 +240,24 @@ class _Head:
         if not self.draws:
             return None
         wanted = np.repeat([s.drawn for s in pack.sequences], [s.length for s in pack.sequences])
-        return DrawSums(torch.from_numpy(wanted).to(pack.targets.device))
+        return DrawSums(torch.from_numpy(wanted), pack.targets.device)
 
 
 def _rows(pack: Pack, rules: IdRules | None) -> tuple[torch.Tensor, torch.Tensor, RowRules | None]:
-    """The (R,) nodes that predict a token, the (N,) row of each token, and the rules of the rows.
+    """The (R,) nodes that predict a token, the (N,) row of each token, on the host, and the rules of the rows.
 
     With rules that count sampled tokens, a node is one row for each length of the prompt.
     """
     if rules is None or rules.are_neutral:
-        rows, place = torch.unique(pack.predictors, return_inverse=True)
-        return rows, place, None
+        rows, place = torch.unique(pack.host_predictors, return_inverse=True)
+        return sent(rows, pack.predictors.device), place, None
     owners, positions = _places(pack)
-    nodes = pack.predictors.cpu().numpy()
+    nodes = pack.host_predictors.numpy()
     prompts = np.array([len(s.prompt_ids) for s in pack.sequences])[owners]
     _, first, place = np.unique(np.stack([nodes, prompts]), axis=1, return_index=True, return_inverse=True)
     device = pack.predictors.device
     found = RowRules(rules, pack.sequences, owners[first], positions[first])
-    return torch.from_numpy(nodes[first]).to(device), torch.from_numpy(place.reshape(-1)).to(device), found
+    return sent(torch.from_numpy(nodes[first]), device), torch.from_numpy(place.reshape(-1)), found
 
 
 def _places(pack: Pack) -> tuple[Ids, Ids]:

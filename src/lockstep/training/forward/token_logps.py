@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.models.to_device import sent
 from lockstep.training.forward.draw_sums import DrawSums
 from lockstep.training.forward.filters.id_rules import is_banned
 from lockstep.training.forward.filters.row_rules import Edits, RowRules
@@ -43,7 +44,7 @@ def token_logps(
     Args:
         head: maps (n, width) hidden states to (n, V) logits.
         hidden: (R, width) hidden states.
-        rows: (N,) index of the row that predicts each token. Several tokens may share a row.
+        rows: (N,) index of the row that predicts each token, on the host. Several tokens may share a row.
         targets: (N,) ids of the tokens.
         temperature: divides the logits.
         chunk_size: rows of logits in memory at a time. Memory grows with it; results do not depend on it.
@@ -56,22 +57,24 @@ def token_logps(
         a banned token is −inf.
     """
     found, entropies, places = [], [], []
+    there = sent(rows, hidden.device)
     for start in range(0, len(hidden), chunk_size):
-        inside = ((rows >= start) & (rows < start + chunk_size)).nonzero()[:, 0]
+        of_chunk = ((rows >= start) & (rows < start + chunk_size)).nonzero()[:, 0]
+        inside = sent(of_chunk, hidden.device)
         end = min(start + chunk_size, len(hidden))
         edits = None if rules is None else partial(rules.edits, start, end, hidden.device)
         score = partial(_score_chunk, head, temperature=temperature, entropy_gradient=entropy_gradient, edits=edits)
         if draws is not None:
-            score = partial(score, note=partial(draws.of_rows, start, inside, rows[inside] - start, targets[inside]))
-        chunk = hidden[start : start + chunk_size], rows[inside] - start, targets[inside]
+            score = partial(score, note=partial(draws.of_rows, start, of_chunk, there[inside] - start, targets[inside]))
+        chunk = hidden[start : start + chunk_size], there[inside] - start, targets[inside]
         if torch.is_grad_enabled() and start + chunk_size < len(hidden):
             logps, entropy = checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False)
         else:
             logps, entropy = score(*chunk)
         found.append(logps)
         entropies.append(entropy)
-        places.append(inside)
-    return torch.cat(found)[torch.cat(places).argsort()], torch.cat(entropies)
+        places.append(of_chunk)
+    return torch.cat(found)[sent(torch.cat(places).argsort(), hidden.device)], torch.cat(entropies)
 
 
 def _score_chunk(

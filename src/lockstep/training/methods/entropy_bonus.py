@@ -48,7 +48,8 @@ class EntropyBonus:
             kept: (N,) 1 for tokens that the policy learns from, else 0.
         """
         learned = entropies * kept
-        tally.mean(_NAME, float(learned.detach().sum()), int(kept.sum()))
+        both = torch.stack([learned.detach().sum(), kept.sum().to(learned.dtype)])
+        tally.later(both, lambda sums: tally.mean(_NAME, float(sums[0]), int(sums[1])))
         low = self._last_entropy <= self._config.entropy_target
         coefficient = self.coefficient if low or not self._config.use_adaptive_entropy else 0.0
         return coefficient * learned.sum() / max(self._tokens, 1)

@@ -127,7 +127,7 @@ class GRPOObjective(Objective[GRPOConfig]):
             loss = loss + config.beta * divergence
         total = (loss * batch.weights).sum()
         if self.entropy_gradient:
-            tally.mean("_policy_loss", float(total.detach()), 0)
+            tally.later(total, lambda loss: tally.mean("_policy_loss", float(loss), 0))
             total = total - self._bonus.share(batch.entropies, kept, tally)
         return total
 

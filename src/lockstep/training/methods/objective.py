@@ -19,6 +19,7 @@ from lockstep.algorithms.corrections import importance_weights
 from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss, importance_ratios
 from lockstep.algorithms.segments import Segments
 from lockstep.algorithms.tally import Tally
+from lockstep.models.to_device import sent
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.tokens.arrays import Reals, filled
 from lockstep.training.batch.pack import Pack
@@ -67,8 +68,9 @@ class TokenBatch:
         """Combine a pack's scores with the columns of its sequences."""
         moved = pack.sequences[0].old_logps is not None
         rollouts = tuple(own[0] for own in rollouts_of(pack.sequences))
-        weights = torch.tensor([s.weight for s in rollouts], dtype=torch.float32, device=scores.logps.device)
-        segments = Segments(pack.lengths)
+        device = scores.logps.device
+        weights = sent(torch.tensor([s.weight for s in rollouts], dtype=torch.float32), device)
+        segments = Segments(sent(torch.tensor(pack.sizes), device), len(scores.logps))
         return cls(
             sequences=pack.sequences,
             rollouts=rollouts,
@@ -254,13 +256,16 @@ def note_clipping(batch: TokenBatch, token: TokenLoss, tally: Tally, *, by_seque
     Args:
         by_sequence: whether the means are over completions, each with one ratio, instead of over tokens.
     """
-    # (2, B) numbers of clipped tokens, copied from the device once.
+    lengths = np.array(batch.pack.sizes)
+
+    def note(counts: np.ndarray[Any, np.dtype[np.float64]]) -> None:
+        low, high = means = counts / np.maximum(lengths, 1)
+        sums, count = (means.sum(1), len(lengths)) if by_sequence else (counts.sum(1), int(lengths.sum()))
+        for name, total in (("low_mean", sums[0]), ("high_mean", sums[1]), ("region_mean", sums[0] + sums[1])):
+            tally.mean(f"clip_ratio/{name}", float(total), count)
+        tally.low("clip_ratio/low_min", float(low.min()))
+        tally.high("clip_ratio/high_max", float(high.max()))
+
+    # (2, B) numbers of clipped tokens.
     clipped = torch.stack([token.low_clipped, token.high_clipped]).float()
-    counts = batch.segments.sums_of_rows(clipped).cpu().numpy().astype(np.float64)
-    lengths = batch.segments.lengths.cpu().numpy()
-    low, high = means = counts / np.maximum(lengths, 1)
-    sums, count = (means.sum(1), len(lengths)) if by_sequence else (counts.sum(1), int(lengths.sum()))
-    for name, total in (("low_mean", sums[0]), ("high_mean", sums[1]), ("region_mean", sums[0] + sums[1])):
-        tally.mean(f"clip_ratio/{name}", float(total), count)
-    tally.low("clip_ratio/low_min", float(low.min()))
-    tally.high("clip_ratio/high_max", float(high.max()))
+    tally.later(batch.segments.sums_of_rows(clipped), note)

@@ -22,6 +22,7 @@ from lockstep.definitions.settings import UserSettings
 from lockstep.models.adapters import causal_model
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
+from lockstep.models.to_device import sent
 from lockstep.parity.logprobs.rescoring import LOGITS_BYTES
 from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats, KeptToken
 from lockstep.parity.user_settings import SettingsProof
@@ -56,13 +57,11 @@ class _Row:
     Attributes:
         sequence: the completion.
         place: index among its sampled tokens.
-        logp: its log-prob, as the loss uses it.
         proves_set: whether its kept ids are to be compared.
     """
 
     sequence: TrainingSequence
     place: int
-    logp: float
     proves_set: bool
 
     @cached_property
@@ -89,6 +88,8 @@ class DrawnRows:
         self._settings, self._kept_sets = settings, kept_sets
         self._rows: list[_Row] = []
         self._hidden: list[torch.Tensor] = []
+        # The log-probs of the rows, as the loss uses them.
+        self._logps: list[torch.Tensor] = []
 
     def add(self, pack: Pack, logps: torch.Tensor, hidden: torch.Tensor, *, before_steps: bool) -> None:
         """Draw tokens of a pack after its forward.
@@ -102,14 +103,14 @@ class DrawnRows:
         # Any seed is right that does not depend on the values.
         count = _DRAWN if self._kept_sets is None else _DRAWN_SETS
         drawn = np.sort(np.random.default_rng(len(logps)).permutation(len(logps))[:count])
-        here = torch.from_numpy(drawn).to(logps.device)
+        here = sent(torch.from_numpy(drawn), logps.device)
         ends = np.cumsum([s.length for s in pack.sequences])
-        own = zip(drawn, np.searchsorted(ends, drawn, side="right"), logps[here].tolist(), strict=True)
-        for token, owner, logp in own:
+        for token, owner in zip(drawn, np.searchsorted(ends, drawn, side="right"), strict=True):
             sequence = pack.sequences[owner]
             place = int(token - (ends[owner] - sequence.length))
             fresh = sequence.fresh is None or bool(sequence.fresh[place])
-            self._rows.append(_Row(sequence, place, logp, before_steps and fresh))
+            self._rows.append(_Row(sequence, place, before_steps and fresh))
+        self._logps.append(logps.detach()[here])
         self._hidden.append(hidden.flatten(0, 1)[pack.predictors[here]])
 
     def __len__(self) -> int:
@@ -134,7 +135,7 @@ class DrawnRows:
         """
         if not self._rows:
             return KeptSetStats()
-        inner, (rows, hidden) = causal_model(model), self._chosen()
+        inner, (rows, logps, hidden) = causal_model(model), self._chosen()
         head, config = inner.get_output_embeddings(), inner.config.get_text_config()
         due, found, start = [], KeptSetStats(), 0
         for part in hidden.split(max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))):
@@ -146,21 +147,23 @@ class DrawnRows:
             if self._settings is not None:
                 logits[:, list(self._settings.banned)] = -torch.inf
                 wanted = self._settings.wanted
-                pairs = zip(logits.numpy(), own, strict=True)
-                due += [(row.logp, _logprob(wanted, values, row)) for values, row in pairs if _is_defined(wanted, row)]
+                of_rows = zip(logits.numpy(), own, logps[start - len(part) : start], strict=True)
+                due += [(x, _logprob(wanted, values, row)) for values, row, x in of_rows if _is_defined(wanted, row)]
         if self._settings is not None:
             self._settings.check_logps(*np.array(due).reshape(-1, 2).T, single=single)
         return found
 
-    def _chosen(self) -> tuple[list[_Row], torch.Tensor]:
-        """The rows that are checked, and their hidden states: the same number from each pack, up to rounding."""
+    def _chosen(self) -> tuple[list[_Row], list[float], torch.Tensor]:
+        """The rows that are checked, their log-probs and hidden states: the same number from each pack, up to rounding."""
         rows, hidden = self._rows, torch.cat(self._hidden)
+        logps: list[float] = torch.cat(self._logps).tolist()
         most = max(_DRAWN if self._kept_sets is None else _DRAWN_SETS, len(self._hidden))
         if len(rows) > most:
             # The rows of a pack follow each other.
             chosen = np.linspace(0, len(rows) - 1, most).round().astype(int)
-            rows, hidden = [rows[i] for i in chosen], hidden[torch.from_numpy(chosen).to(hidden.device)]
-        return rows, hidden
+            rows, logps = [rows[i] for i in chosen], [logps[i] for i in chosen]
+            hidden = hidden[sent(torch.from_numpy(chosen), hidden.device)]
+        return rows, logps, hidden
 
 
 def _product(head: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lockstep.models.to_device import on_host
 from lockstep.parity.step.learned import Entering, Sampled, SampledTokens, words_error
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.seal import row_of, words_of
@@ -59,10 +60,10 @@ def check_entering(proof: SampledTokens, batch: TokenBatch) -> None:
         ProofError: as in `SampledTokens.check`.
     """
     pack = batch.pack
-    ids = pack.input_ids, pack.predictors, pack.targets
     logps = batch.behaviour_logps, batch.old_logps, batch.logps
-    input_ids, predictors, targets, behaviour, old_logps, own_logps = (
-        tensor.detach().cpu().numpy() for tensor in (*ids, *logps)
+    ids = pack.input_ids, pack.predictors, pack.targets, pack.position_ids
+    input_ids, predictors, targets, positions, behaviour, old_logps, own_logps = (
+        tensor.numpy() for tensor in on_host((*ids, *logps))
     )
     proof.check(
         Entering(
@@ -70,7 +71,7 @@ def check_entering(proof: SampledTokens, batch: TokenBatch) -> None:
             lengths=[s.length for s in batch.sequences],
             input_ids=input_ids,
             # The positions of a picture's parts are not places in the sequence; the gap proves them.
-            position_ids=pack.position_ids.cpu().numpy() if pack.pictures is None else None,
+            position_ids=positions if pack.pictures is None else None,
             ends=None if pack.ends is None else pack.ends.numpy(),
             predictors=predictors,
             targets=targets,

@@ -49,7 +49,7 @@ class LossGradient:
         packs = [self._columns(batch, found, beta) for batch, found in self._watched]
         hosts = [on_host(*columns.values()) for columns in packs]
         rollouts = [s for batch, _ in self._watched for s in batch.rollouts]
-        lengths = [n for batch, _ in self._watched for n in batch.segments.lengths.tolist()]
+        lengths = [n for batch, _ in self._watched for n in batch.pack.sizes]
         parts = {
             name: cut(np.concatenate(rows), lengths)
             for name, rows in zip(packs[0], zip(*hosts, strict=True), strict=True)

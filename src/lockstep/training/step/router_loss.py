@@ -38,7 +38,7 @@ class RouterLoss:
         whole = self._whole if self._whole is not None else Shares.of([routing.counts()])
         loss = balance_loss(routing, whole)
         # The counts of all packs add up to 1, so the logged mean is the sum of the shares.
-        tally.mean("aux_loss", float(loss.detach()), routing.rows / whole.rows)
+        tally.later(loss, lambda value: tally.mean("aux_loss", float(value), routing.rows / whole.rows))
         return self._coefficient * loss
 
 

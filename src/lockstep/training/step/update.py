@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from lockstep.algorithms.router_balance import Routing
 from lockstep.errors import foreign_errors
+from lockstep.models.to_device import on_host
 from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats
 from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.phases import PhaseClock
@@ -192,6 +193,7 @@ def _learn(
     before, rows = sums.loss, policy.drawn_rows()
     repeated: list[TokenBatch] = []
     learned: list[tuple[TokenBatch, TokenScores]] = []
+    losses: list[torch.Tensor] = []
     flow = LossGradient(objective)
     with clock.phase("forward_backward"):
         for pack in (pack for own in proofs.cuts(moving) for pack in policy.packs(own, config)):
@@ -205,18 +207,21 @@ def _learn(
                     routing=router is not None,
                 )
                 batch = TokenBatch.of(pack, scores)
-                proofs.check_loss(batch)
                 flow.watch(batch)
                 with proofs.watched(pack, scores):
                     loss = objective.loss(batch, sums.tally)
                     if router is not None and scores.routing is not None:
                         loss = loss + router.share(scores.routing, sums.tally)
-                    sums.loss += loss.item()
                     policy.backward(loss)
+                # The host reads while the device computes the backward. The optimizer steps after that.
+                proofs.check_loss(batch)
+            losses.append(loss.detach())
             learned.append((batch, scores))
             if proofs.repeats(batch):
                 repeated.append(batch)
         flow.check()
+        for loss in on_host(losses):
+            sums.loss += loss.item()
         measure(learned, sums)
     with clock.phase("verify"), torch.no_grad():
         proofs.check_aside(still)

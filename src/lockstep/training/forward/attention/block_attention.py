@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
+from lockstep.models.to_device import sent
 from lockstep.training.batch.tree import Ints
 from lockstep.training.config.precision import has_fast_bf16
 from lockstep.training.forward.attention.attention_plan import (
@@ -100,7 +101,7 @@ class TreeAttention:
                 # PyTorch would convert a boolean mask to a float mask in every layer.
                 added = torch.zeros(mask.shape, dtype=torch.promote_types(dtype, torch.float32))
                 mask = added.masked_fill_(~mask, -torch.inf)
-            masks.append(mask if mask is None else mask.to(device))
+            masks.append(mask if mask is None else sent(mask, device))
         return cls(plan, tuple(masks), fast)
 
     def __call__(
