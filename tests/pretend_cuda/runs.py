@@ -12,7 +12,8 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,48 @@ def _pushed(folder: Path) -> Result:
     return {"pushes": found}
 
 
+def _waited(folder: Path) -> Result:
+    """Where the host waits while it learns from the packs of a step: before, inside and after each pack's backward."""
+    from unittest.mock import patch
+
+    import torch
+
+    from lockstep.report.phases import PhaseClock
+    from lockstep.training.step.update import Policy
+    from pretend_cuda import LOG, WAITS
+
+    place, packs = [""], [0]
+    phase, score, backward = PhaseClock.phase, Policy.score, torch.autograd.backward
+
+    @contextmanager
+    def watched(clock: PhaseClock, name: str) -> Iterator[None]:
+        with phase(clock, name):
+            before, place[0] = place[0], "between" if name == "forward_backward" else ""
+            try:
+                yield
+            finally:
+                place[0] = before
+
+    def scored(*arguments: Any, **named: Any) -> Any:
+        if place[0]:
+            place[0], packs[0] = "before the backward", packs[0] + 1
+        return score(*arguments, **named)
+
+    def inside(*arguments: Any, **named: Any) -> None:
+        learns = bool(place[0])
+        place[0] = "inside the backward" if learns else ""
+        backward(*arguments, **named)
+        place[0] = "after the backward" if learns else ""
+
+    LOG.context = lambda: place[0]
+    with patch.object(PhaseClock, "phase", watched), patch.object(Policy, "score", scored):
+        with patch.object(torch.autograd, "backward", inside):
+            result = train(folder, "GRPO")
+    LOG.context = lambda: ""
+    waits = [[label, kind, where, n] for (kind, _, where, label), n in LOG.events.items() if label and kind in WAITS]
+    return {**result, "packs": packs[0], "waits": waits}
+
+
 def _itself(folder: Path) -> Result:
     """What the device itself promises, without Lockstep."""
     import torch
@@ -235,10 +278,11 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "adapter_bf16": lambda folder: _adapted(folder, bf16=True),
     "verify": _verified,
     "push": _pushed,
+    "waits": _waited,
     "itself": _itself,
 }
 # The runs that have a loss, by whether they compute in bf16.
-LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ("verify", "push", "itself")}
+LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ("verify", "push", "waits", "itself")}
 
 
 def run_all(folder: Path, names: list[str], log: Any = None) -> None:

@@ -166,6 +166,13 @@ def test_every_kind_of_push_arrives_with_the_digests_of_the_host(both: Both) -> 
     assert [name for name, arrived in pushes.items() if not arrived] == []
 
 
+def test_the_host_waits_for_the_device_seven_times_a_pack_after_its_backward_is_launched(both: Both) -> None:
+    found = _read(both.device, "waits")
+    assert found["packs"] >= 4
+    assert [wait for wait in found["waits"] if wait[0] != "after the backward"] == []
+    assert sum(number for *_, number in found["waits"]) <= 7 * found["packs"], found["waits"]
+
+
 def test_the_device_refuses_what_cuda_refuses_and_counts_what_waits(both: Both) -> None:
     found = _read(both.device, "itself")
     assert [name for name, holds in found["holds"].items() if not holds] == []
