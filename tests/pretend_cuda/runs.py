@@ -211,9 +211,12 @@ def _waited(folder: Path) -> Result:
         place[0] = "after the backward" if learns else ""
 
     LOG.context = lambda: place[0]
-    with patch.object(PhaseClock, "phase", watched), patch.object(Policy, "score", scored):
-        with patch.object(torch.autograd, "backward", inside):
-            result = train(folder, "GRPO")
+    with (
+        patch.object(PhaseClock, "phase", watched),
+        patch.object(Policy, "score", scored),
+        patch.object(torch.autograd, "backward", inside),
+    ):
+        result = train(folder, "GRPO")
     LOG.context = lambda: ""
     waits = [[label, kind, where, n] for (kind, _, where, label), n in LOG.events.items() if label and kind in WAITS]
     return {**result, "packs": packs[0], "waits": waits}
