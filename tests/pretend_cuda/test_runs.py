@@ -54,7 +54,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
     pretend_cuda.compiled()
     for folder in (folders.cpu, folders.device):
         runs.save_models(folder)
-    command = [sys.executable, str(Path(runs.__file__)), str(folders.device)]
+    command = [sys.executable, str(Path(runs.__file__)), str(folders.device), *runs.RUNS]
     with (folders.device / "output").open("w", encoding="utf-8") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=dict(os.environ))
         try:
