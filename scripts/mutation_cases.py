@@ -3782,8 +3782,8 @@ MUTATIONS = [
     Mutation(
         "engines: a family that vLLM runs differently is refused before it is loaded",
         "training/trainers/online.py",
-        "        if engine is None:\n            refuse_before_loading(",
-        "        if False:\n            refuse_before_loading(",
+        "            refuse_before_loading(args, name)\n",
+        "            pass\n",
         "tests/models/test_state.py::TestRefusedOnVLLM::test_in_training_before_the_model_is_loaded",
     ),
     Mutation(
@@ -3792,5 +3792,19 @@ MUTATIONS = [
         "        if len(given):\n",
         "        if True:\n",
         "tests/training/test_prompts_and_generation.py::test_the_mean_of_a_function_is_over_its_scores_and_absent_without_any",
+    ),
+    Mutation(
+        "engines: vLLM's arguments are built before a model is loaded",
+        "training/trainers/online.py",
+        "lambda: check_engine_arguments(args, name)",
+        "lambda: None",
+        "tests/training/test_built_once.py::test_what_vllm_cannot_use_is_one_sentence_before_the_model_is_loaded",
+    ),
+    Mutation(
+        "engines: an argument that vLLM does not have is refused with the config",
+        "engines/vllm/arguments.py",
+        "and name not in known",
+        "and False",
+        "tests/training/test_built_once.py::test_what_a_library_cannot_build_is_one_sentence",
     ),
 ]
