@@ -3807,4 +3807,32 @@ MUTATIONS = [
         "and False",
         "tests/training/test_built_once.py::test_what_a_library_cannot_build_is_one_sentence",
     ),
+    Mutation(
+        "verify: the rounding of a model in a dtype that the run does not use is no fault",
+        "verify/logprob_checks.py",
+        "if not row.passed and not ours and trainer == torch.bfloat16 and rows[0].passed:",
+        "if False:",
+        "tests/verify/test_dtype_rows.py::test_a_model_that_rounds_much_in_bfloat16_passes_in_float32",
+    ),
+    Mutation(
+        "verify: an engine that differs fails the row in bfloat16 too",
+        "verify/logprob_checks.py",
+        "trainer == torch.bfloat16 and rows[0].passed:",
+        "trainer == torch.bfloat16:",
+        "tests/verify/test_dtype_rows.py::test_a_model_that_rounds_much_in_bfloat16_passes_in_float32",
+    ),
+    Mutation(
+        "probe: an embedding is looked up without the scale of transformers' class",
+        "engines/vllm/probe/modules.py",
+        "found = VocabParallelEmbedding.forward(module, rows).float()",
+        "found = module(rows).float()",
+        "tests/engines/test_transformers_backend.py::test_an_embedding_that_transformers_scales_has_the_trainers_weights",
+    ),
+    Mutation(
+        "logits: the cap of xLSTM",
+        "models/logits.py",
+        '    "output_logit_soft_cap": _capped,\n',
+        "",
+        "tests/training/test_transformed_logits.py::test_the_heads_logits_become_those_of_the_models_own_forward",
+    ),
 ]
