@@ -3835,4 +3835,11 @@ MUTATIONS = [
         "",
         "tests/training/test_transformed_logits.py::test_the_heads_logits_become_those_of_the_models_own_forward",
     ),
+    Mutation(
+        "engines: longrope's border is looked at before the model is loaded",
+        "training/generate/engine.py",
+        "min(longest, context_length(found) or longest), by_capacity=on_vllm)",
+        "1, by_capacity=on_vllm)",
+        "tests/training/test_family_attention.py::test_a_border_that_every_sequence_crosses_is_seen_before_the_model_is_loaded",
+    ),
 ]

@@ -74,7 +74,11 @@ def start_engine(
         with busy(f"connecting to {', '.join(urls)}"):
             return connect_servers(config, urls)
     workers = config.vllm_tensor_parallel_size
-    if ranks > 1 and (vllm_installed() if config.use_vllm is None else config.use_vllm):
+    on_vllm = vllm_installed() if config.use_vllm is None else config.use_vllm
+    if on_vllm:
+        # The longest sequence is known now.
+        check_positions(causal_model(policy).config.get_text_config(), max_model_len, by_capacity=True)
+    if ranks > 1 and on_vllm:
         check_beside_ranks(ranks, workers, "vllm_tensor_parallel_size", "vllm_mode")
     return start_here(
         model_path,
@@ -159,11 +163,24 @@ def refuse_before_loading(config: OnlineConfig, model: str) -> None:
         model: name, directory or hub id.
 
     Raises:
-        InputError: the engine will be vLLM, and the model is of a family that vLLM runs differently.
+        InputError: the engine will be vLLM, and the model is of a family that vLLM runs differently; or already the shortest
+            prompts make sequences whose positions the engine would encode differently (`check_positions`).
     """
     elsewhere = config.vllm_mode == "server"
-    if elsewhere or (vllm_installed() if config.use_vllm is None else config.use_vllm):
-        refuse_family(resolve_model(model), elsewhere=elsewhere)
+    on_vllm = elsewhere or (vllm_installed() if config.use_vllm is None else config.use_vllm)
+    path = resolve_model(model)
+    if on_vllm:
+        refuse_family(path, elsewhere=elsewhere)
+    try:
+        found = load_files(AutoConfig, path)
+    except BAD_FILES:
+        # Loading the model says what is wrong.
+        return
+    # A prompt has at least one token, and vLLM gets room for one more.
+    longest = config.completion_limit + 1
+    if on_vllm and not elsewhere:
+        longest = config.context_limit or longest + 1
+    check_positions(found.get_text_config(), min(longest, context_length(found) or longest), by_capacity=on_vllm)
 
 
 def check_beside_ranks(ranks: int, workers: int, size_field: str, mode_field: str) -> None:
