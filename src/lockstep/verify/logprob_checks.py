@@ -117,7 +117,8 @@ def _gap_inside(
 
 def parity_by_dtype(stage: Stage) -> list[Row]:
     """The same tokens, scored by the trainer in each dtype in which it can compute."""
-    sampling, engine, rows = stage.sampling(), stage.trainer.proofs.engine_dtype, []
+    sampling, engine = stage.sampling(), stage.trainer.proofs.engine_dtype
+    rows: list[Row] = []
     with _as_exact_as_possible(stage) as is_exact:
         completions = stage.sample(sampling)
         for trainer, precision in ((torch.float32, Precision()), (torch.bfloat16, Precision(autocast=torch.bfloat16))):
