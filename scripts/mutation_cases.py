@@ -969,7 +969,7 @@ MUTATIONS = [
     Mutation(
         "a model that cannot get another attention",
         "training/forward/scoring.py",
-        "attends_in_trees = not _keeps_state(model) and model._supports_attention_backend",
+        "attends_in_trees = not keeps_state(model.config) and model._supports_attention_backend",
         "attends_in_trees = not _keeps_state(model)",
         FAMILY_ATTENTION,
     ),
