@@ -970,7 +970,7 @@ MUTATIONS = [
         "a model that cannot get another attention",
         "training/forward/scoring.py",
         "attends_in_trees = not keeps_state(model.config) and model._supports_attention_backend",
-        "attends_in_trees = not _keeps_state(model)",
+        "attends_in_trees = not keeps_state(model.config)",
         FAMILY_ATTENTION,
     ),
     _of(PUSH, "the acknowledgement of another server", "    for other in loaded.others:", "    for other in ():"),
