@@ -15,10 +15,10 @@ from lockstep.models.policy import BAD_FILES
 
 _EXPERTS = "its loader of experts cannot take weights a second time"
 _XIELU = "it keeps the numbers of the activation xIELU in bfloat16, and a push does not fill all of them"
-# `layers/mamba/ops/mamba_ssm.py`, line 821, calls an operation that only the build for GPUs registers.
+# Line 821 of vLLM's vllm.model_executor.layers.mamba.ops.mamba_ssm calls an operation that only the build for GPUs has.
 _NO_KERNEL = "its CPU build has no kernel for the selective scan of Mamba"
-# `models/lfm2.py`, line 176, and `models/lfm2_moe.py`, line 257, give (tokens, heads, width) to `forward_cpu` of
-# `layers/rotary_embedding/base.py`, line 310. Its kernel counts tokens × heads positions, and reads behind the end of them.
+# Line 176 of vLLM's vllm.model_executor.models.lfm2, and line 257 of lfm2_moe, give queries of three dimensions to
+# RotaryEmbedding.forward_cpu. Its kernel takes tokens × heads for the number of positions, and reads behind the end of them.
 _ROTATION = "its CPU kernel rotates the queries of this family by the positions of other tokens"
 
 _ALWAYS = {
