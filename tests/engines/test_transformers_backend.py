@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from conftest import VLLM
 from model_families import make_family, save_family
@@ -33,3 +34,10 @@ def test_a_model_of_the_same_class_is_trained_beside_the_engine(tmp_path: Path) 
         assert called
         # Another model of the class can be made while the engine runs.
         make_family("phi")(torch.tensor([[1, 2, 3]]))
+
+
+@pytest.mark.release
+def test_an_embedding_that_transformers_scales_has_the_trainers_weights(tmp_path: Path) -> None:
+    with stage_on(save_family("vaultgemma", tmp_path / "model"), tmp_path, use_vllm=True, bf16=False) as stage:
+        assert stage.push(every_module=True).failed == []
+        assert stage.step() > 0

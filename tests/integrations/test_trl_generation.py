@@ -151,6 +151,18 @@ def test_an_adapter_that_cannot_be_merged_is_refused(setting: Setting) -> None:
         setting.make(model=adapted)
 
 
+def test_longrope_is_refused_where_sequences_may_cross_its_border(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The second engine is refused before it starts.
+    monkeypatch.setattr(f"{LockstepGeneration.__module__}.start_here", None)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [3.0] * 16}
+    setting.model.config.rope_parameters = {**rope, "original_max_position_embeddings": 64}
+    for given in ({}, {"engine": None, "max_model_length": 65}):
+        with pytest.raises(InputError, match="more than 64 tokens"):
+            setting.make(**given)
+
+
 @pytest.mark.parametrize(("name", "value"), REFUSED)
 def test_what_no_engine_here_does_is_refused_by_name(setting: Setting, name: str, value: object) -> None:
     said = next(iter(value)) if name == "generation_kwargs" else name.removeprefix("structured_outputs_")  # type: ignore[call-overload]

@@ -18,7 +18,7 @@ from lockstep.models.state import keeps_state
 from lockstep.server.command import ServeOptions, command_line
 from lockstep.training.generate import engine
 
-KEEPS_STATE = {"falcon_h1", "granitemoehybrid", "lfm2", "recurrent_gemma", "minimax", "mamba"}
+KEEPS_STATE = {"falcon_h1", "granitemoehybrid", "lfm2", "recurrent_gemma", "minimax", "mamba", "xlstm", "zamba2"}
 LONGER_LISTS = {
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "nemotron_h": {"layers_block_type": ["mamba", "mlp", "attention"]},

@@ -403,6 +403,8 @@ class TestCommand:
         check_whole_names(["--compilation-config.mode=0", "--no-async-scheduling", "-1"], known)
         with pytest.raises(InputError, match="whole name"):
             check_whole_names([word], known)
+        with pytest.raises(InputError, match=r"did you mean --logprobs-mode\?"):
+            check_whole_names(["--logprob-mode=x"], known)
 
     def test_a_second_model_is_refused_where_vllms_own_names_are_known(self) -> None:
         check_no_second_model(None)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import needs_vllm
 from methods import make
 from peft import LoraConfig
+from tiny import make_model
 from transformers.integrations import integration_utils
 
 import lockstep
+from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
+from lockstep.server.launch import check_settings
 
 NOWHERE = "/nowhere/model"
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 4}
@@ -71,6 +76,15 @@ def test_a_value_that_a_schedule_reads_only_later_is_refused(tmp_path: Path, fie
         ({"accelerator_config": {"foo": 1}}, "accelerator_config=.*unexpected keyword argument 'foo'"),
         ({"accelerator_config": "gone.json"}, "accelerator_config=gone.json cannot be used"),
         ({"vllm_engine_kwargs": {"trust_remote_code": True}}, "vllm_engine_kwargs may not set trust_remote_code"),
+        *(
+            (
+                ({"vllm_engine_kwargs": {"gpu_memory_utilisation": 0.5}}, "did you mean 'gpu_memory_utilization'"),
+                ({"vllm_engine_kwargs": {1: 2}}, "vLLM has no argument '1'; its names are those of"),
+                ({"vllm_engine_kwargs": {"_api_process_rank": 2}}, "vLLM has no argument '_api_process_rank'"),
+            )
+            if vllm_installed()
+            else ()
+        ),
         ({"ddp_timeout": 0}, "ddp_timeout=0"),
     ],
     ids=str,
@@ -92,7 +106,7 @@ def test_what_a_library_cannot_build_is_one_sentence(tmp_path: Path, fields: dic
         {"model_init_kwargs": {"dtype": "auto"}},
         {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"accelerator_config": {"even_batches": True}},
-        {"vllm_engine_kwargs": {"max_num_batched_tokens": 512}},
+        {"vllm_engine_kwargs": {"max_num_batched_tokens": 512, "chat_template": "x"}},
     ],
     ids=str,
 )
@@ -128,3 +142,45 @@ def test_an_adapter_that_cannot_be_made_is_refused_before_the_model_is_loaded(
     with pytest.raises(InputError, match=r"peft_config=.* cannot be used: "):
         make("GRPO", NOWHERE, tmp_path, None, {}, peft_config=LoraConfig(**field))  # type: ignore[arg-type]
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_what_vllm_cannot_use_is_one_sentence_before_the_model_is_loaded(tmp_path: Path) -> None:
+    make_model().config.save_pretrained(tmp_path)
+    before = dict(os.environ)
+
+    def started(**given: Any) -> str:
+        fields = {"use_vllm": True, "max_completion_length": 16, "vllm_engine_kwargs": given}
+        with pytest.raises(InputError) as found:
+            make("GRPO", str(tmp_path), tmp_path, None, fields)  # type: ignore[arg-type]
+        return str(found.value)
+
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"max_num_batched_tokens": "many"}, "max_num_batched_tokens: Input should be a valid integer"),
+        ({"compilation_config": {"levle": 3}}, "levle: Unexpected keyword argument"),
+        ({"attention_backend": "FOO"}, "Unknown attention backend: 'FOO'"),
+        ({"load_format": "foo"}, "Load format `foo` is not supported"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend='ray' in vllm_engine_kwargs"),
+    ]
+    for given, says in refused:
+        said = started(**given)
+        assert "vllm_engine_kwargs" in said
+        assert says in said
+        assert "\n" not in said
+    # What could fit, fits here: the model's files are what is missing then.
+    for given in ({"max_num_batched_tokens": 64}, {"long_prefill_token_threshold": 200}, {"compilation_config": 0}):
+        assert "vllm_engine_kwargs" not in started(**given)
+    assert not {"LOCAL_WORLD_SIZE", "LD_PRELOAD"} & (os.environ.keys() - before.keys())
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_what_a_server_cannot_use_is_one_sentence_before_the_model_is_loaded(tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    make_model().config.save_pretrained(tmp_path)
+    given = {"model": str(tmp_path), "skip_tokenizer_init": True, "seed": 0}
+    check_settings(AsyncEngineArgs(**given))
+    with pytest.raises(InputError, match=r"^block_size: Input should be greater than 0$"):
+        check_settings(AsyncEngineArgs(**given, block_size=0))

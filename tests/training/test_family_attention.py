@@ -7,17 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from methods import make
 from model_families import make_family
 from safetensors.torch import load_file, save_file
 from test_filtered_scores import check
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lockstep import GRPOConfig
 from lockstep.engines.protocol import Sampling
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows
-from lockstep.training.generate.engine import check_positions, shake_hands
+from lockstep.training.generate.engine import check_positions, shake_hands, start_engine
 
 # Nemotron's layers drop the tree on its way. transformers cannot give the others another attention.
 REASONS = {
@@ -107,3 +109,30 @@ def test_the_border_is_looked_at_in_the_handshake() -> None:
         engine = SimpleNamespace(settings=lambda kind=kind: SimpleNamespace(engine=kind, max_model_len=17))
         with pytest.raises(InputError, match="more than 16 tokens"):
             shake_hands(engine, model, "unused", torch.float32, longest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("use_vllm", [True, False])
+def test_a_border_that_every_sequence_crosses_is_seen_before_the_model_is_loaded(
+    use_vllm: bool, tmp_path: Path
+) -> None:
+    """The directory has no weights: whatever loads them gives another error."""
+    ropes = {**LONGROPE, "original_max_position_embeddings": 64}
+    LlamaConfig(rope_parameters=ropes, max_position_embeddings=512).save_pretrained(tmp_path)
+
+    def refused(**fields: int) -> str:
+        with pytest.raises(InputError) as found:
+            make("GRPO", str(tmp_path), tmp_path, None, {"use_vllm": use_vllm, **fields})  # type: ignore[arg-type]
+        return str(found.value)
+
+    assert "more than 64 tokens" in refused(max_completion_length=64)
+    assert "longrope" not in refused(max_completion_length=62)
+    assert ("longrope" in refused(max_completion_length=8, vllm_max_model_length=65)) == use_vllm
+    assert "longrope" not in refused(max_completion_length=8, vllm_max_model_length=64)
+
+
+def test_a_border_that_the_prompts_cross_is_seen_before_the_engine_starts(tmp_path: Path) -> None:
+    model = make_family("llama")
+    model.config.rope_parameters = {**LONGROPE, "original_max_position_embeddings": 64}
+    config = GRPOConfig(output_dir=str(tmp_path), bf16=False, use_vllm=True)
+    with pytest.raises(InputError, match=r"vLLM takes sequences of 65 tokens"):
+        start_engine(config, "no directory", None, 65, model)  # type: ignore[arg-type]

@@ -40,7 +40,12 @@ def test_scores_and_gradients_are_those_of_the_models_own_logits(model: PreTrain
 
 
 @pytest.mark.parametrize(
-    ("family", "changed"), [("recurrent_gemma", {"logits_soft_cap": 0.5}), ("falcon_h1", {"lm_head_multiplier": 0.25})]
+    ("family", "changed"),
+    [
+        ("recurrent_gemma", {"logits_soft_cap": 0.5}),
+        ("falcon_h1", {"lm_head_multiplier": 0.25}),
+        ("xlstm", {"output_logit_soft_cap": 0.5}),
+    ],
 )
 def test_the_heads_logits_become_those_of_the_models_own_forward(family: str, changed: dict[str, float]) -> None:
     """Of families that keep a state: they are scored in plain rows by the same function."""

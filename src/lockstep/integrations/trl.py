@@ -50,6 +50,7 @@ from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
 from lockstep.training.generate.engine import (
     check_beside_ranks,
     check_directory,
+    check_positions,
     shake_hands,
     start_here,
     transport_here,
@@ -265,7 +266,9 @@ class LockstepGeneration:
         if engine is None:
             engine = self._owned = self._engine(given, path, dtype, seed)
         try:
-            shake_hands(engine, self.model, path, dtype, min_model_len=2, sampling=sampled.sampling)
+            # TRL does not say how long its prompts become, so that sequences may fill the engine.
+            longest = engine.settings().max_model_len
+            shake_hands(engine, self.model, path, dtype, min_model_len=longest, sampling=sampled.sampling)
             if engine.settings().engine == "vllm":
                 check_directory(path, tokenizer, sampled.sampling)
             precision = Precision(torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None)
@@ -294,6 +297,7 @@ class LockstepGeneration:
         if ranks > 1 and vllm_installed():
             check_beside_ranks(ranks, workers, "tensor_parallel_size", "mode")
         context = given["max_model_length"] or context_within(self.model, None)
+        check_positions(causal_model(self.model).config.get_text_config(), context, by_capacity=vllm_installed())
         # TRL counts the sequences of all ranks that share an engine, which are `workers` ranks there.
         sequences = -(-given["max_num_seqs"] // workers) if given["max_num_seqs"] else _SEQUENCES
         return start_here(

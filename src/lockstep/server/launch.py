@@ -7,11 +7,19 @@ checks whole names.
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import sys
+from typing import TYPE_CHECKING
 
+from lockstep.engines.vllm.arguments import told_by_vllm
+from lockstep.engines.vllm.workers.environment import environment_kept
 from lockstep.errors import InputError
 from lockstep.report.say import complain
 from lockstep.server.keys import take_key
+
+if TYPE_CHECKING:
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
 # Exit code if vLLM refuses the command line.
 BAD_ARGUMENTS = 2
@@ -35,6 +43,8 @@ def main() -> None:
         parser.error = _refuse
         given = parser.parse_args(sys.argv[1:])
         check_no_second_model(given.model_tag)
+        if given.node_rank == 0:
+            check_settings(given)
     except InputError as error:
         complain(f"lockstep serve: {' '.join(str(error).split())}")
         sys.exit(BAD_ARGUMENTS)
@@ -46,6 +56,22 @@ def main() -> None:
         # A later node only runs workers. The first node answers calls.
         given.headless, given.api_server_count = True, 0
         run_headless(given)
+
+
+def check_settings(given: argparse.Namespace | AsyncEngineArgs) -> None:
+    """Let vLLM build its settings once. Otherwise it builds them only in `serve`, and a wrong value ends in a traceback.
+
+    Raises:
+        InputError: vLLM cannot use a value.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        with environment_kept():
+            AsyncEngineArgs.from_cli_args(given).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    except Exception as error:
+        raise InputError(told_by_vllm(error)) from error
 
 
 def check_no_second_model(found: str | None) -> None:
@@ -74,7 +100,10 @@ def check_whole_names(words: list[str], known: set[str]) -> None:
     """
     for word in words:
         if word.startswith("--") and word.partition("=")[0].partition(".")[0] not in known:
-            raise InputError(f"{word.partition('=')[0]} is not an argument of vLLM's server (give the whole name)")
+            name = word.partition("=")[0].partition(".")[0]
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise InputError(f"{name} is not an argument of vLLM's server (give the whole name){hint}")
 
 
 if __name__ == "__main__":

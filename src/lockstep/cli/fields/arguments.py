@@ -18,7 +18,7 @@ import yaml
 from lockstep.cli.fields.config_file import read_file
 from lockstep.cli.fields.description import check_names, check_words, fields_of, underscored
 from lockstep.cli.fields.recipes import recipe_file
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
 from lockstep.secret import without_secrets
 from lockstep.visible import visible
 
@@ -197,7 +197,7 @@ def build(given: Given, config_class: type, arguments_class: type[Arguments]) ->
         raise
     except (ValueError, TypeError, ImportError, argparse.ArgumentError) as error:
         # TrainingArguments raises these for fields that contradict each other or that this machine does not support.
-        raise InputError(" ".join(str(error).split())[:300] or type(error).__name__) from error
+        raise InputError(one_line(error)[:300] or type(error).__name__) from error
     return run, config
 
 

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +16,7 @@ from transformers import AutoConfig
 
 from lockstep.engines.tensor_specs import dtype_name
 from lockstep.engines.vllm.patches.norms import CPU_NORMS
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
 from lockstep.model_files import load_files
 from lockstep.models.state import keeps_state
 
@@ -148,7 +152,7 @@ def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_
 
 
 def check_user_arguments(names: set[str], where: str) -> None:
-    """Refuse arguments of the user that change log-probs and that no proof would find, or that run a model's own code.
+    """Refuse arguments that vLLM does not have, that change log-probs and that no proof would find, or that run a model's own code.
 
     Args:
         names: names of the arguments that the user has set.
@@ -164,3 +168,42 @@ def check_user_arguments(names: set[str], where: str) -> None:
         raise InputError(f"{where} may not set {', '.join(sorted(code))}: code that comes with a model is not run")
     if refused:
         raise InputError(f"{where} may not set {', '.join(sorted(refused))}: log-probs would differ")
+    # Names that are no text come from YAML: `{1: 2}`.
+    for name in sorted(map(str, names)):
+        if (known := _names_of_vllm()) and name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else "its names are those of vllm.LLM and vllm.EngineArgs"
+            raise InputError(f"{where}: vLLM has no argument {name!r}; {hint}")
+
+
+def told_by_vllm(error: Exception) -> str:
+    """What vLLM says about settings that it cannot use, in one line. Its validator says which field of which settings is wrong."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        wrong = (f"{'.'.join(map(str, one['loc'])) or error.title}: {one['msg']}" for one in error.errors())
+        return "; ".join(wrong)
+    return f"{type(error).__name__}: {one_line(error):.300}"
+
+
+def _names_of_vllm() -> frozenset[str]:
+    """The names of the arguments of the installed `vllm.LLM`; empty if vLLM is not installed.
+
+    They are read from vLLM's source. An import of vLLM takes seconds, and vLLM then reads an environment that Lockstep has not set.
+    """
+    spec = find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return frozenset()
+    source = Path(spec.submodule_search_locations[0]) / "engine" / "arg_utils.py"
+    if not source.is_file():
+        return frozenset()
+    (found,) = (
+        node
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+    )
+    fields = {
+        node.target.id for node in found.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    # `vllm.LLM` takes every field of EngineArgs, and this.
+    return frozenset(name for name in fields | {"chat_template"} if not name.startswith("_"))

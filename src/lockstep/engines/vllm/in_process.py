@@ -100,20 +100,20 @@ class VLLMInProcess:
         try:
             with foreign_errors(f"vLLM cannot load {model}", InputError):
                 self._reads_pictures = reads_pictures(load_files(AutoConfig, model))
-                self._llm = start_vllm(
-                    {
-                        **engine_arguments(
-                            model, dtype, max_model_len, max_num_seqs, fp32_head=fp32_head, quantization=quantization
-                        ),
-                        **(picture_arguments() if self._reads_pictures else {}),
-                        "seed": seed,
-                        **_memory(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
-                        "tensor_parallel_size": tensor_parallel_size,
-                        **sleep_arguments(sleep_level),
-                        **(engine_kwargs or {}),
-                    },
-                    self._resources,
+                arguments = whole_arguments(
+                    model,
+                    dtype=dtype,
+                    max_model_len=max_model_len,
+                    max_num_seqs=max_num_seqs,
+                    gpu_memory_utilization=gpu_memory_utilization,
+                    seed=seed,
+                    fp32_head=fp32_head,
+                    tensor_parallel_size=tensor_parallel_size,
+                    sleep_level=sleep_level,
+                    quantization=quantization,
+                    engine_kwargs=engine_kwargs,
                 )
+                self._llm = start_vllm(arguments, self._resources)
                 self._workers = workers_of(self._llm, transport, timeout)
                 if self.is_split:
                     self._resources.callback(close_at_exit(self.close))
@@ -402,6 +402,32 @@ class VLLMInProcess:
                     self._workers.close()
                 self._llm.llm_engine.engine_core.shutdown()
         self._resources.close()
+
+
+def whole_arguments(
+    model: str,
+    *,
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_num_seqs: int,
+    gpu_memory_utilization: float,
+    seed: int,
+    fp32_head: bool,
+    tensor_parallel_size: int,
+    sleep_level: SleepLevel,
+    quantization: str | None,
+    engine_kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`, from those of `VLLMInProcess`. The user's arguments (`engine_kwargs`) have priority."""
+    return {
+        **engine_arguments(model, dtype, max_model_len, max_num_seqs, fp32_head=fp32_head, quantization=quantization),
+        **(picture_arguments() if reads_pictures(load_files(AutoConfig, model)) else {}),
+        "seed": seed,
+        **_memory(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),
+        "tensor_parallel_size": tensor_parallel_size,
+        **sleep_arguments(sleep_level),
+        **(engine_kwargs or {}),
+    }
 
 
 def _memory(

@@ -14,22 +14,24 @@ from lockstep.model_files import load_files
 from lockstep.models.policy import BAD_FILES
 
 _EXPERTS = "its loader of experts cannot take weights a second time"
-_SCALE = "its embedding lacks the scale that transformers' embedding has"
 _XIELU = "it keeps the numbers of the activation xIELU in bfloat16, and a push does not fill all of them"
+# Line 821 of vLLM's vllm.model_executor.layers.mamba.ops.mamba_ssm calls an operation that only the build for GPUs has.
 _NO_KERNEL = "its CPU build has no kernel for the selective scan of Mamba"
-_CONVOLUTION = "its CPU build gives other log-probs, although every probed module has the trainer's weights"
+# Line 176 of vLLM's vllm.model_executor.models.lfm2, and line 257 of lfm2_moe, give queries of three dimensions to
+# RotaryEmbedding.forward_cpu. Its kernel takes tokens × heads for the number of positions, and reads behind the end of them.
+_ROTATION = "its CPU kernel rotates the queries of this family by the positions of other tokens"
 
 _ALWAYS = {
     "apertus": _XIELU,
     "granitemoe": _EXPERTS,
     # Without experts it runs.
     "granitemoehybrid": _EXPERTS,
-    "vaultgemma": _SCALE,
 }
 _ON_CPU = {
     "falcon_mamba": _NO_KERNEL,
     "jamba": _NO_KERNEL,
-    "lfm2": _CONVOLUTION,
+    "lfm2": _ROTATION,
+    "lfm2_moe": _ROTATION,
     "mamba": _NO_KERNEL,
 }
 

@@ -19,6 +19,7 @@ from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import autocast_dtype
 from lockstep.models.logits import changes_logits, transformed_logits
 from lockstep.models.policy import fp32_head_product
+from lockstep.models.state import keeps_state
 from lockstep.models.to_device import sent
 from lockstep.tokens.arrays import Ids
 from lockstep.training.batch.pack import Pack
@@ -71,7 +72,7 @@ def check_scorable(model: PreTrainedModel) -> None:
             f"the model's config has attn_logit_softcapping={cap}, and its attention {config._attn_implementation!r} does not cap "
             "scores here; leave attn_implementation out"
         )
-    attends_in_trees = not _keeps_state(model) and model._supports_attention_backend
+    attends_in_trees = not keeps_state(model.config) and model._supports_attention_backend
     if attends_in_trees and config._attn_implementation not in ("sdpa", TREE, FLEX):
         # The other implementations add a boolean mask to the scores, or cannot take a mask.
         raise InputError(f"attn_implementation is {config._attn_implementation!r}; packed batches need 'sdpa'")
@@ -83,7 +84,7 @@ def why_plain_rows(model: PreTrainedModel, max_length: int) -> str | None:
     A layer that uses a state instead of a mask, or that makes a mask itself, would see other branches.
     """
     config = model.config.get_text_config()
-    if _keeps_state(model):
+    if keeps_state(model.config):
         return "it keeps a state from token to token"
     if not model._supports_attention_backend:
         return f"transformers cannot give {type(model).__name__} another attention"
@@ -96,10 +97,6 @@ def why_plain_rows(model: PreTrainedModel, max_length: int) -> str | None:
     if (not kinds or "sliding_attention" in kinds) and window is not None and window < max_length:
         return f"it attends within {window} tokens, and sequences may have {max_length}"
     return None
-
-
-def _keeps_state(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, "_is_stateful", False))
 
 
 def score_pack(

@@ -13,29 +13,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.connection import connect
 from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Engine, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.arguments import told_by_vllm
+from lockstep.engines.vllm.in_process import VLLMInProcess, whole_arguments
 from lockstep.engines.vllm.refused import refuse_family
 from lockstep.engines.vllm.workers.processes import TransportChoice
-from lockstep.engines.vllm.workers.start import vllm_installed
+from lockstep.engines.vllm.workers.start import build_settings, vllm_installed
 from lockstep.errors import InputError
+from lockstep.model_files import load_files
 from lockstep.models.adapters import causal_model
 from lockstep.models.checkpoint_names import checkpoint_tensors
+from lockstep.models.policy import BAD_FILES, context_length
 from lockstep.models.resolve import resolve_model
 from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.report.busy import busy
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.driver import Driver
+from lockstep.secret import without_secrets
 from lockstep.sync.adapters.source import adapter_shape, check_alone
 from lockstep.sync.wire.transport import choose_transport
 from lockstep.tokens.end import directory_end_ids
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.training.config.built_once import UNUSABLE
 from lockstep.training.config.online_config import OnlineConfig
 
 _logger = logging.getLogger(__name__)
@@ -69,27 +74,21 @@ def start_engine(
         with busy(f"connecting to {', '.join(urls)}"):
             return connect_servers(config, urls)
     workers = config.vllm_tensor_parallel_size
-    if ranks > 1 and (vllm_installed() if config.use_vllm is None else config.use_vllm):
+    on_vllm = vllm_installed() if config.use_vllm is None else config.use_vllm
+    if on_vllm:
+        # The longest sequence is known now.
+        check_positions(causal_model(policy).config.get_text_config(), max_model_len, by_capacity=True)
+    if ranks > 1 and on_vllm:
         check_beside_ranks(ranks, workers, "vllm_tensor_parallel_size", "vllm_mode")
     return start_here(
         model_path,
         tokenizer,
         use_vllm=config.use_vllm,
         vllm_arguments={
-            "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
-            "seed": config.seed,
-            "tensor_parallel_size": workers,
-            "sleep_level": config.sleep_level,
+            **_arguments_of(config, adapter),
             "transport": transport_here(
                 config.vllm_weight_transport, config.vllm_server_timeout, deltas=config.vllm_weight_deltas
             ),
-            "quantization": config.vllm_quantization,
-            "engine_kwargs": {
-                # With "vllm", vLLM would refuse the families that it runs through transformers only.
-                "model_impl": "auto" if config.vllm_model_impl == "vllm" else config.vllm_model_impl,
-                **adapter,
-                **(config.vllm_engine_kwargs or {}),  # type: ignore[dict-item]
-            },
         },
         dtype=config.engine_torch_dtype,
         fp32_head=config.engine_head_dtype != config.engine_torch_dtype,
@@ -99,6 +98,64 @@ def start_engine(
     )
 
 
+def _arguments_of(config: OnlineConfig, adapter: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that only `VLLMInProcess` takes, as far as a config says them."""
+    return {
+        "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
+        "seed": config.seed,
+        "tensor_parallel_size": config.vllm_tensor_parallel_size,
+        "sleep_level": config.sleep_level,
+        "quantization": config.vllm_quantization,
+        "engine_kwargs": {
+            # With "vllm", vLLM would refuse the families that it runs through transformers only.
+            "model_impl": "auto" if config.vllm_model_impl == "vllm" else config.vllm_model_impl,
+            **adapter,
+            **(config.vllm_engine_kwargs or {}),  # type: ignore[dict-item]
+        },
+    }
+
+
+def check_engine_arguments(config: OnlineConfig, model: str) -> None:
+    """Let vLLM build its settings from `vllm_engine_kwargs`, before a model is loaded.
+
+    The longest sequence is not known yet. What vLLM refuses both for the shortest that is possible and for the longest is wrong.
+
+    Args:
+        model: name, directory or hub id.
+
+    Raises:
+        InputError: vLLM cannot use a value.
+    """
+    if not config.vllm_engine_kwargs or not (vllm_installed() if config.use_vllm is None else config.use_vllm):
+        return
+    path = resolve_model(model)
+    try:
+        longest = context_length(load_files(AutoConfig, path))
+    except BAD_FILES:
+        # Loading the model says what is wrong.
+        return
+    with busy("reading vllm_engine_kwargs"):
+        shortest = config.context_limit or config.completion_limit + 1
+        longest = shortest if longest is None else longest
+        for length in {longest, min(shortest, longest)}:
+            arguments = whole_arguments(
+                path,
+                dtype=config.engine_torch_dtype,
+                fp32_head=config.engine_head_dtype != config.engine_torch_dtype,
+                max_model_len=length,
+                max_num_seqs=config.vllm_max_num_seqs,
+                **_arguments_of(config, {}),
+            )
+            try:
+                return build_settings(arguments)
+            except InputError:
+                raise
+            except (*UNUSABLE, AssertionError) as error:
+                refused = error
+    said = without_secrets(config.vllm_engine_kwargs)
+    raise InputError(f"vllm_engine_kwargs={said} cannot be used: {told_by_vllm(refused)}") from refused
+
+
 def refuse_before_loading(config: OnlineConfig, model: str) -> None:
     """Refuse a model that the engine of a config does not run as the trainer does, before either has loaded it.
 
@@ -106,11 +163,24 @@ def refuse_before_loading(config: OnlineConfig, model: str) -> None:
         model: name, directory or hub id.
 
     Raises:
-        InputError: the engine will be vLLM, and the model is of a family that vLLM runs differently.
+        InputError: the engine will be vLLM, and the model is of a family that vLLM runs differently; or already the shortest
+            prompts make sequences whose positions the engine would encode differently (`check_positions`).
     """
     elsewhere = config.vllm_mode == "server"
-    if elsewhere or (vllm_installed() if config.use_vllm is None else config.use_vllm):
-        refuse_family(resolve_model(model), elsewhere=elsewhere)
+    on_vllm = elsewhere or (vllm_installed() if config.use_vllm is None else config.use_vllm)
+    path = resolve_model(model)
+    if on_vllm:
+        refuse_family(path, elsewhere=elsewhere)
+    try:
+        found = load_files(AutoConfig, path)
+    except BAD_FILES:
+        # Loading the model says what is wrong.
+        return
+    # A prompt has at least one token, and vLLM gets room for one more.
+    longest = config.completion_limit + 1
+    if on_vllm and not elsewhere:
+        longest = config.context_limit or longest + 1
+    check_positions(found.get_text_config(), min(longest, context_length(found) or longest), by_capacity=on_vllm)
 
 
 def check_beside_ranks(ranks: int, workers: int, size_field: str, mode_field: str) -> None:

@@ -53,7 +53,7 @@ from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.policy import open_policy
 from lockstep.training.forward.reference import Reference
 from lockstep.training.forward.scoring import check_scorable
-from lockstep.training.generate.engine import refuse_before_loading
+from lockstep.training.generate.engine import check_engine_arguments, refuse_before_loading
 from lockstep.training.generate.rollouts.function import RolloutFunc, RolloutFunction
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
@@ -208,7 +208,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._scorer = scorer = self.scorer(reward_funcs, reward_processing_classes)
 
         if engine is None:
-            refuse_before_loading(args, model if isinstance(model, str) else model.config.name_or_path)
+            name = model if isinstance(model, str) else model.config.name_or_path
+            refuse_before_loading(args, name)
+            self.ranks.on_owner("engine arguments", lambda: check_engine_arguments(args, name))
         prepare_cuda()
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path

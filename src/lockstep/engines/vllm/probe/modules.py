@@ -122,7 +122,8 @@ def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
         return logits[:, : module.org_vocab_size].flatten()
     if isinstance(module, VocabParallelEmbedding):
         rows = probe_rows(seed, name, module.org_vocab_size, every=every).to(module.weight.device)
-        found = module(rows).float()
+        # Without the scale that a class of transformers adds (VaultGemma). Other models of vLLM scale outside the module.
+        found = VocabParallelEmbedding.forward(module, rows).float()
         return found @ probe_vector(seed, name, found.shape[-1]).to(found.device)
     if isinstance(module, RoutedExperts):
         chosen = torch.tensor(probe_experts(seed, name, module.global_num_experts, every=every))

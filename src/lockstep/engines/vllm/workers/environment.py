@@ -117,6 +117,16 @@ def _environment(settings: Mapping[str, str | None]) -> Iterator[None]:
         _set(before)
 
 
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """After the context, this process has the variables that it had before."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        _set({**dict.fromkeys(os.environ), **before})
+
+
 def _set(settings: Mapping[str, str | None]) -> None:
     for name, value in settings.items():
         if value is None:

