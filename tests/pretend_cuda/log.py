@@ -11,8 +11,9 @@ from types import FrameType
 from typing import Any
 
 # The kinds of events that make the host wait until the device has done all work so far. `h2d` is one of them: PyTorch waits for the
-# end of a copy from the host, from pinned memory too, unless it is `non_blocking`.
-WAITS = ("sync", "h2d", "d2h")
+# end of a copy from the host, from pinned memory too, unless it is `non_blocking`. Such a copy of pageable memory (`h2d_staged`)
+# waits for the stream before it begins.
+WAITS = ("sync", "h2d", "h2d_staged", "d2h")
 
 
 @dataclass
