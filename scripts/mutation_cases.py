@@ -1261,6 +1261,20 @@ MUTATIONS = [
         f"{BACKWARD}::test_an_error_of_the_device_or_of_this_program_stops",
     ),
     Mutation(
+        "a part that is compared with itself alone is proven",
+        "training/step/model_gradient.py",
+        'checked.unproven if alone else ""',
+        '""',
+        f"{BACKWARD}::test_a_part_that_is_compared_with_itself_alone_is_unproven_without_its_sum",
+    ),
+    Mutation(
+        "a convolution gets two dtypes",
+        "parity/backward/in_float64.py",
+        "if func in _CONVOLUTIONS:",
+        "if False:",
+        f"{BACKWARD}::test_a_convolution_takes_a_wide_input",
+    ),
+    Mutation(
         "a check that was not made is not counted",
         "training/loop.py",
         "for why in sorted({why for _, why in found if why}):",
