@@ -149,6 +149,18 @@ def test_an_interrupted_run_goes_on_only_with_the_same_settings(tmp_path: Path) 
         open_run(tmp_path / "run", sizes)
 
 
+def test_a_run_whose_precision_followed_another_device_is_told_so(tmp_path: Path) -> None:
+    open_run(tmp_path / "run", {"bf16": False})
+    good = checkpoint(tmp_path / "run", 5)
+    # An older version of Lockstep stored these two.
+    on_gpu = {"bf16": False, "use_cpu": False, "dataloader_pin_memory": True}
+    assert open_run(tmp_path / "run", on_gpu).checkpoint == good
+    with pytest.raises(
+        InputError, match=r"\(bf16 was False, is True\)\. If the device has changed: .* set it to False"
+    ):
+        open_run(tmp_path / "run", {**on_gpu, "bf16": True})
+
+
 def test_a_finished_run_is_left_alone_and_the_next_goes_beside_it(tmp_path: Path) -> None:
     open_run(tmp_path / "run", {})
     (tmp_path / "run" / "summary.json").write_text("{}")

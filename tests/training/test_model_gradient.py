@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 import lockstep.parity.backward.finite_differences as differences
 import lockstep.training.step.model_gradient as module
 from lockstep.engines.filters.distribution import Sampling
-from lockstep.errors import ProofError
+from lockstep.errors import LockstepError, ProofError
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.step.model_gradient import ModelGradient
+from lockstep.training.step.model_gradient import Checked, ModelGradient
 from lockstep.training.step.update import Policy
 
 Handle = torch.utils.hooks.RemovableHandle
@@ -195,14 +195,15 @@ def test_a_policy_that_is_certain_has_right_gradients_in_bf16_too(certain: PreTr
     assert (checked(policy, tmp_path, bf16=True) or 1.0) < 1e-3
 
 
-def finished(
-    policy: Policy,
-    folder: Path,
-    during: Callable[[], contextlib.AbstractContextManager[Any]],
-    *,
-    bf16: bool = True,
-) -> float:
-    """The error of a part of one sequence. `during` is a context for its pass through the model."""
+def finished(policy: Policy, *args: Any, bf16: bool = True) -> float:
+    """The error of a part of one sequence; arguments are those of `part_of`."""
+    return part_of(policy, *args, bf16=bf16).figures["checked/step_gradient_error"]
+
+
+def part_of(
+    policy: Policy, folder: Path, during: Callable[[], contextlib.AbstractContextManager[Any]], *, bf16: bool
+) -> Checked:
+    """What a check of a part of one sequence has found. `during` is a context for its pass through the model."""
     sequences = draw(policy.model, PROMPTS, (6, 3, 6), PLAIN, 1)
     settings = config(folder, bf16=bf16, temperature=PLAIN.temperature, seed=3)
     proof = ModelGradient(lambda: [policy.model], settings, 0, entropies=False)
@@ -216,7 +217,7 @@ def finished(
                     scores = policy.score(pack, settings, entropy_gradient=False)
                     with proof.part.watch(pack, scores):
                         scores.logps.sum().backward()
-        return proof.finish(policy, sequences, module.EVERY - 3).figures["checked/step_gradient_error"]
+        return proof.finish(policy, sequences, module.EVERY - 3)
     finally:
         for p in policy.model.parameters():
             p.grad = None
@@ -382,6 +383,20 @@ def test_a_forward_that_is_too_coarse_is_said_and_no_error(
     assert "no kernel for float64" in capsys.readouterr().out
 
 
+def test_a_part_that_is_compared_with_itself_alone_is_unproven_without_its_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Any, moves: Any, dtype: Any = None) -> float:
+        raise NotImplementedError("no kernel for float64")
+
+    half = policy_of(make_model().to(torch.bfloat16))
+    assert not part_of(half, tmp_path, contextlib.nullcontext, bf16=False).unproven
+    monkeypatch.setattr(differences.Drawn, "total", fails)
+    found = part_of(half, tmp_path, contextlib.nullcontext, bf16=False)
+    assert found.figures["checked/step_gradient_error"] < 0.1
+    assert "no kernel for float64" in found.unproven
+
+
 class Scripted:
     """Directions whose gradient is 1, and whose slopes at smaller and smaller steps are given."""
 
@@ -414,9 +429,11 @@ def test_a_slope_whose_rounding_grows_with_smaller_steps_is_no_error() -> None:
         RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"),
         RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)"),
         torch.OutOfMemoryError("out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12"),
+        LockstepError("the answer of another part of this program"),
         KeyError("a defect of this program"),
     ],
-    ids=["devices", "indices", "memory", "defect"],
+    ids=["devices", "indices", "memory", "memory of the host", "of Lockstep", "defect"],
 )
 def test_an_error_of_the_device_or_of_this_program_stops(
     model: PreTrainedModel, tmp_path: Path, trouble: Exception

@@ -46,6 +46,7 @@ def run(words: list[str]) -> int:
         import torch
 
         from lockstep.engines.vllm.workers.environment import socket_folder
+        from lockstep.models.cuda import check_driver
         from lockstep.models.resolve import resolve_model
         from lockstep.server.command import ServeOptions, command_line, environment
         from lockstep.server.keys import write_key
@@ -53,6 +54,7 @@ def run(words: list[str]) -> int:
         from lockstep.server.supervisor import Supervisor, check_port
         from lockstep.training.config.precision import engine_dtype
 
+    check_driver(os.environ, "hide them (CUDA_VISIBLE_DEVICES=) to serve on the CPU")
     key, file = _key(arguments)
     options = ServeOptions(
         model=resolve_model(arguments.model),

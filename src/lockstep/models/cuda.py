@@ -1,8 +1,52 @@
-"""Settings of CUDA that hold for the whole process."""
+"""Settings of CUDA that hold for the whole process, and why a process cannot use the GPU that is there."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 import torch
+
+from lockstep.errors import InputError, told
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Values with which a user hides all GPUs.
+_NONE_VISIBLE = ("", "-1", "none", "void", "nodevfiles")
+
+
+def unused_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs of this machine, by the names of their files, if PyTorch uses none of them and the user has not hidden them.
+
+    Args:
+        devices: the folder in which NVIDIA's driver has a file per GPU.
+    """
+    if torch.cuda.is_available() or environment.get(_VISIBLE, "0").strip().lower() in _NONE_VISIBLE:
+        return []
+    return sorted(path.name for path in devices.glob("nvidia[0-9]*"))
+
+
+def check_driver(environment: Mapping[str, str], instead: str, devices: Path = Path("/dev")) -> None:
+    """Check that a PyTorch that is built for CUDA can use the GPUs of this machine, unless the user has hidden them.
+
+    Args:
+        instead: what to do to go on without a GPU, as a part of a sentence.
+        devices: as in `unused_gpus`.
+
+    Raises:
+        InputError: it cannot, most often because the driver is too old. The error has the driver's own words.
+    """
+    if torch.version.cuda is None or not (gpus := unused_gpus(environment, devices)):
+        return
+    trouble = "torch.cuda.is_available() is false"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        trouble = told(error)
+    raise InputError(
+        f"this machine has NVIDIA GPUs ({', '.join(gpus)}), and PyTorch {torch.__version__} cannot use them: {trouble}. Install "
+        f"a driver for CUDA {torch.version.cuda}, or a PyTorch for the driver, and see that {_VISIBLE} names GPUs that exist; "
+        f"{instead}"
+    )
 
 
 def cuda_rounds_float32() -> bool:

@@ -25,9 +25,13 @@ _PACKAGES = (
 _READERS = ("transformers", "tokenizers")
 
 
-def surroundings() -> dict[str, Any]:
-    """Versions by package, the device, and the number of this process's threads."""
-    return {"versions": versions(), "device": device(), "threads": torch.get_num_threads()}
+def surroundings(*, use_cpu: bool = False) -> dict[str, Any]:
+    """Versions by package, the device, and the number of this process's threads.
+
+    Args:
+        use_cpu: whether the run uses no GPU.
+    """
+    return {"versions": versions(), "device": device(use_cpu=use_cpu), "threads": torch.get_num_threads()}
 
 
 def versions() -> dict[str, str]:
@@ -42,9 +46,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def device() -> str:
+def device(*, use_cpu: bool = False) -> str:
     """The GPU's name, or the processor's kind with the instructions that torch uses."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not use_cpu:
         return torch.cuda.get_device_name()
     return f"CPU ({platform.machine()}, {torch.backends.cpu.get_cpu_capability()})"
 

@@ -39,6 +39,7 @@ from lockstep.training.config.contradictions import (
     complete_schedule,
     value_of,
 )
+from lockstep.training.config.device import take_device, use_one_gpu
 from lockstep.training.config.fields.agents import AgentFields
 from lockstep.training.config.fields.colocate import ColocateFields
 from lockstep.training.config.fields.filters import FilterFields
@@ -254,8 +255,7 @@ class OnlineConfig(
         take_launcher(self, os.environ)
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_fast_bf16()
-        if not torch.cuda.is_available():
-            self.use_cpu = True
+        take_device(self, os.environ)
         # The trainer shards the models itself, on a CPU too, so that accelerate must not.
         self.shards = take_settings(self.fsdp, self.fsdp_config, os.environ)  # type: ignore[has-type]
         self.zero = take_zero_settings(self.deepspeed, os.environ)  # type: ignore[has-type]
@@ -267,6 +267,7 @@ class OnlineConfig(
         check_accelerator(self.accelerator_config)
         with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):
             super().__post_init__()
+        use_one_gpu(self)
         if self.zero is not None:
             check_values(self.zero, self)
             self.deepspeed = self.zero.field
@@ -408,8 +409,6 @@ class OnlineConfig(
     def _refuse_unsupported(self) -> None:
         for name in UNSUPPORTED:
             refuse_unsupported(name, getattr(self, name))
-        if self.n_gpu > 1:
-            raise InputError("several GPUs in one process are not supported; start one process per GPU (torchrun)")
         if self.world_size > 1 and self.saves_best:
             raise InputError("save_strategy=best is not supported with several processes; use steps, epoch or no")
         for name, value in {

@@ -48,7 +48,7 @@ def about_run(
         "versions": versions(),
         "machine": {
             "processes": config.world_size,
-            "device": device(),
+            "device": device(use_cpu=config.use_cpu),
             "system": platform.system(),
         },
     }

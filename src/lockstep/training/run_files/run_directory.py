@@ -31,7 +31,13 @@ from lockstep.training.run_files.checkpoints import (
     set_damaged_aside,
 )
 from lockstep.training.run_files.lock import locked
-from lockstep.training.run_files.run_identity import changed_fields, follows_length, longer, memory_advice
+from lockstep.training.run_files.run_identity import (
+    changed_fields,
+    device_advice,
+    follows_length,
+    longer,
+    memory_advice,
+)
 from lockstep.training.run_files.whole_run import check_checkpoint, restore_metrics
 
 _logger = logging.getLogger(__name__)
@@ -106,9 +112,9 @@ def _prepare(folder: Path, settings: dict[str, Any]) -> RunPlace:
         earlier = _settings_in(folder, checkpoint)
         if changed := changed_fields(earlier, settings):
             what = ", ".join(f"{k} was {earlier.get(k)!r}, is {settings.get(k)!r}" for k in changed[:5])
+            advice = memory_advice(changed) + device_advice(changed, earlier)
             raise InputError(
-                f"{folder} holds an interrupted run with other settings ({what}). {memory_advice(changed)}Give another "
-                "output_dir, or delete it"
+                f"{folder} holds an interrupted run with other settings ({what}). {advice}Give another output_dir, or delete it"
             )
         start = check_checkpoint(checkpoint, checkpoint_step(checkpoint), folder / RECEIPT)
         restore_metrics(folder, checkpoint, checkpoint_step(checkpoint))

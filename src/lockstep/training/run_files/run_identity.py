@@ -48,6 +48,8 @@ _BOOKKEEPING: dict[str, set[str]] = {
         "vllm_gpu_memory_utilization", "vllm_max_num_seqs", "per_device_eval_batch_size", "torch_empty_cache_steps",
         "fsdp", "fsdp_config", "deepspeed", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
     },
+    # The receipt notes the device at every start, and a resumed run says that it is another one (`parity/resume/surroundings.py`).
+    "on which device it trains": {"use_cpu", "dataloader_pin_memory"},
     "when it gives up": {"max_unscored_generations"},
     "how long it waits": {"vllm_server_timeout", "reward_timeout", "ddp_timeout", "tool_timeout", "agent_timeout"},
     "where servers are, and how weights reach them": {
@@ -142,7 +144,7 @@ def run_inputs(
         # The text of an object without one of its own has its address, which differs between processes.
         "settings": {name: value for name, value in settings.items() if " object at 0x" not in str(value)},
         "model": {**model, "files": own},
-        "surroundings": surroundings(),
+        "surroundings": surroundings(use_cpu=config.use_cpu),
     }
 
 
@@ -186,6 +188,18 @@ def memory_advice(changed: Iterable[str]) -> str:
         if sizes
         else ""
     )
+
+
+def device_advice(changed: Iterable[str], earlier: Mapping[str, Any]) -> str:
+    """What to do if a run goes on on another device; empty, or a sentence with a space at its end.
+
+    Args:
+        changed: names of what has changed.
+        earlier: the run's settings until now.
+    """
+    if "bf16" not in changed:
+        return ""
+    return f"If the device has changed: bf16 follows the device where it is not set; set it to {earlier.get('bf16')}. "
 
 
 def longer(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

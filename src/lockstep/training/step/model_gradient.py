@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from lockstep.engines.protocol import Sampling
-from lockstep.errors import ProofError
+from lockstep.errors import LockstepError, ProofError
 from lockstep.models.quantised import is_quantised
 from lockstep.parity.backward.finite_differences import (
     Added,
@@ -163,7 +163,9 @@ class ModelGradient:
                 error = self._computed(lambda: check_added(added, drawn, limit))
         if error is None:
             return Checked(checked.figures, self._unproven)
-        return Checked(checked.figures | {"checked/step_gradient_error": error})
+        # A part that was compared with nothing but itself shows no plain forward. The drawn sum is then the whole proof.
+        alone = is_coarse and self._autocast(policy) is None
+        return Checked(checked.figures | {"checked/step_gradient_error": error}, checked.unproven if alone else "")
 
     def _checked_again(
         self, policy: Policy, sequences: Sequence[TrainingSequence], added: Added, drawn: Drawn, limit: float
@@ -382,12 +384,13 @@ def _not_provable(policy: Policy, named: Mapping[str, torch.nn.Parameter]) -> st
 
 
 def refuses_a_dtype(trouble: Exception) -> bool:
-    """Whether a kernel refuses a dtype, as each library does in its own way. A fault of the device or of its memory is another."""
+    """Whether a kernel refuses a dtype, as each library does in its own way. A fault of a device or of memory is another."""
     if isinstance(trouble, NotImplementedError) or type(trouble).__module__.startswith("triton"):
         return True
     text = str(trouble).lower()
-    of_device = "device" in text or "cuda" in text or "out of memory" in text
-    return isinstance(trouble, (RuntimeError, TypeError, ValueError)) and not of_device
+    of_machine = any(word in text for word in ("device", "cuda", "out of memory", "allocate memory", "enough memory"))
+    of_library = isinstance(trouble, (RuntimeError, TypeError, ValueError)) and not isinstance(trouble, LockstepError)
+    return of_library and not of_machine
 
 
 @contextmanager

@@ -47,7 +47,13 @@ from lockstep.training.run_files.checkpoints import (
 )
 from lockstep.training.run_files.method_state import MethodState
 from lockstep.training.run_files.run_clock import other_time
-from lockstep.training.run_files.run_identity import BASE, changed_fields, has_other_base, memory_advice
+from lockstep.training.run_files.run_identity import (
+    BASE,
+    changed_fields,
+    device_advice,
+    has_other_base,
+    memory_advice,
+)
 from lockstep.training.run_files.whole_run import check_checkpoint, optimizer_lines
 from lockstep.training.step.distributed import check_shards
 
@@ -119,7 +125,8 @@ class WholeCheckpoints(Trainer):
             hint = (
                 other_time(earlier, self.args.template_clock, folder) if earlier["data"] != self.inputs["data"] else ""
             )
-            check_inputs(changed, accept=self.args.resume_with_changes, hint=hint + memory_advice(changed))
+            hint += memory_advice(changed) + device_advice(changed, earlier["settings"])
+            check_inputs(changed, accept=self.args.resume_with_changes, hint=hint)
             check_surroundings(
                 changed_surroundings(earlier.get("surroundings", {}), self.inputs["surroundings"]),
                 bitwise=self.args.full_determinism or torch.are_deterministic_algorithms_enabled(),
