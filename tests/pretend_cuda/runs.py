@@ -46,10 +46,7 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
     from safetensors.torch import save_file
 
     import lockstep
-    from lockstep.training.step import moving_share
 
-    # The tiny models' tensors are sampled like large ones.
-    moving_share._SAMPLE = 64
     names = ("peft_config", "tools", "eval_dataset", "train_dataset", "callbacks")
     arguments = {name: given.pop(name) for name in names if name in given}
     sizes = {"OnlineDPO": _PAIRS, "PPO": _ALONE, "ReinforcePP": _ALONE}.get(method, _GROUPS)
