@@ -3883,5 +3883,17 @@ MUTATIONS = [
         "min(longest, context_length(found) or longest), by_capacity=on_vllm)",
         "1, by_capacity=on_vllm)",
         "tests/training/test_family_attention.py::test_a_border_that_every_sequence_crosses_is_seen_before_the_model_is_loaded",
+        "devices: the grids of pictures are on the model's device (on the pretend GPU)",
+        "images/pictures.py",
+        '"image_grid_thw": torch.stack([p.grid for p in pictures]).to(device)',
+        '"image_grid_thw": torch.stack([p.grid for p in pictures])',
+        "tests/pretend_cuda/test_runs.py::test_no_operation_mixes_devices",
+    ),
+    Mutation(
+        "devices: what penalties add to logits is on the logits' device (on the pretend GPU)",
+        "training/forward/filters/row_rules.py",
+        "        moved = joined_moves(moves).to(device)\n",
+        "        moved = joined_moves(moves)\n",
+        "tests/pretend_cuda/test_runs.py::test_no_operation_mixes_devices",
     ),
 ]

@@ -266,7 +266,9 @@ def _itself(folder: Path) -> Result:
 RUNS: dict[str, Callable[[Path], Result]] = {
     "grpo": _evaluated,
     "resumed": _resumed,
-    "old_generation": lambda folder: train(folder, "GRPO", num_iterations=2, steps_per_generation=4, max_steps=4),
+    "old_generation": lambda folder: train(
+        folder, "GRPO", num_iterations=2, steps_per_generation=4, max_steps=4, repetition_penalty=1.1
+    ),
     "rloo": lambda folder: train(folder, "RLOO", beta=0.1),
     "reinforce_pp": lambda folder: train(folder, "ReinforcePP"),
     "online_dpo": lambda folder: train(folder, "OnlineDPO"),
