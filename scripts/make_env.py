@@ -8,6 +8,7 @@ where `nvidia-smi` answers, CPU on other Linux machines, none elsewhere (there t
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -62,6 +63,8 @@ def main() -> int:
         if not (fits_lock(extras) and installed_from_lock(dev)):
             install_unlocked([*extras, "dev"] if dev else extras)
         compile_all()
+        if dev:
+            bring_compiler()
     except subprocess.CalledProcessError as error:
         print(f"making the environment failed at: {' '.join(map(str, error.cmd))}", file=sys.stderr)
         return 1
@@ -74,6 +77,20 @@ def compile_all() -> None:
     command = [str(PYTHON), "-m", "compileall", "-q", "-j", "0", "-x", "site-packages/.*/tests?/", str(VENV / "lib")]
     # Its exit code is 1, because some packages have files for another version of Python.
     subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+
+
+def bring_compiler() -> None:
+    """Bring the C++ compiler of the pretend GPU (`tests/pretend_cuda`): tests that need it are skipped without one."""
+    if platform.system() != "Linux" or shutil.which("g++"):
+        return
+    if shutil.which("apt-get") and os.geteuid() == 0:
+        for words in (["update"], ["install", "--yes", "--no-install-recommends", "g++"]):
+            subprocess.run(["apt-get", "--quiet", "--quiet", *words], stdout=subprocess.DEVNULL, check=False)
+    if not shutil.which("g++"):
+        print(
+            "no C++ compiler: install g++ (apt-get install g++), else the tests of the pretend GPU are skipped",
+            flush=True,
+        )
 
 
 def fits_lock(extras: list[str]) -> bool:

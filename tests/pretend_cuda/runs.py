@@ -1,0 +1,277 @@
+"""Runs of the device suite. `python tests/pretend_cuda/runs.py FOLDER NAME...` does them on the pretend GPU.
+
+The same functions run on the CPU in the test's own process. Each run leaves a JSON file in the folder: its logs, an error if it had
+one, the mixed devices, and the number of operations on the device. The folder of the run gets its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+# The kinds of tiny models, made on the CPU by `save_models`.
+TEXT, EXPERTS, PICTURES, TOOLS = "text", "experts", "pictures", "tools"
+_GROUPS = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
+_ALONE = {**_GROUPS, "num_generations": 1}
+_PAIRS = {"per_device_train_batch_size": 2, "max_new_tokens": 8, "max_length": 100}
+RATE = 1e-3
+_FAULTS, _SEED = 12, 43
+
+
+def save_models(folder: Path) -> None:
+    """The tiny models of all runs."""
+    from caller import save_caller
+    from model_families import save_family
+    from seeing import save_seeing
+    from tiny import save_model
+
+    save_model(folder / TEXT, kind="llama")
+    save_family("qwen3_moe", folder / EXPERTS)
+    save_seeing(folder / PICTURES)
+    save_caller(folder / TOOLS)
+
+
+def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **given: Any) -> Result:
+    """A run of a method, by its fields; the arguments of the trainer among them."""
+    from methods import PROMPTS, by_length
+    from safetensors.torch import save_file
+
+    import lockstep
+
+    names = ("peft_config", "tools", "eval_dataset", "train_dataset", "callbacks")
+    arguments = {name: given.pop(name) for name in names if name in given}
+    sizes = {"OnlineDPO": _PAIRS, "PPO": _ALONE, "ReinforcePP": _ALONE}.get(method, _GROUPS)
+    base = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    base |= {"learning_rate": RATE, "use_vllm": False, "bf16": False, "gradient_accumulation_steps": 2}
+    config = getattr(lockstep, f"{method}Config")(output_dir=str(folder / "run"), **{**base, **sizes, **given})
+    trainer = getattr(lockstep, f"{method}Trainer")(
+        model=str(folder.parent / model),
+        args=config,
+        **{"reward_funcs": by_length, "train_dataset": PROMPTS, **arguments},
+    )
+    trainer.train(resume_from_checkpoint=resume or None)
+    devices = {p.device.type for p in trainer.model.parameters()} | {trainer.engine._model.device.type}
+    weights = {name: p.detach().cpu().contiguous() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "weights.safetensors")
+    trainer.close()
+    return {"devices": sorted(devices), "logs": trainer.state.log_history}
+
+
+def _adapted(folder: Path, **given: Any) -> Result:
+    from methods import lora
+
+    return train(folder, "GRPO", peft_config=lora(), **given)
+
+
+def _evaluated(folder: Path) -> Result:
+    from methods import PROMPTS
+
+    return train(folder, "GRPO", eval_strategy="steps", eval_steps=1, eval_dataset=PROMPTS.select(range(4)))
+
+
+def _seen(folder: Path) -> Result:
+    from datasets import Dataset
+    from seeing import mixed_rows
+
+    return train(folder, "GRPO", PICTURES, train_dataset=Dataset.from_list(mixed_rows()))
+
+
+def _called(folder: Path) -> Result:
+    from caller import multiply
+    from datasets import Dataset
+
+    rows = [{"prompt": [{"role": "user", "content": f"what is {i} + {i}"}]} for i in range(8)]
+    return train(
+        folder, "GRPO", TOOLS, tools=[multiply], train_dataset=Dataset.from_list(rows), max_completion_length=60
+    )
+
+
+def _resumed(folder: Path) -> Result:
+    """One step, and a second one by a run that goes on. The logs must be those of `grpo`, which was not interrupted."""
+    from methods import StopAfter
+
+    train(folder, "GRPO", save_strategy="steps", save_steps=1, callbacks=[StopAfter(1)])
+    return train(folder, "GRPO", save_strategy="steps", save_steps=1, resume=True)
+
+
+def _verified(folder: Path) -> Result:
+    """Every row of `lockstep verify`, and then a drawn dozen of the faults of its self-test."""
+    from stages import stage_on
+
+    from lockstep.verify.run import run_checks
+    from lockstep.verify.self_test import FAULTS, run_self_test
+
+    drawn = random.Random(_SEED).sample(FAULTS, _FAULTS)
+    with stage_on(str(folder.parent / TEXT), folder, use_vllm=False, bf16=False) as stage:
+        rows = run_checks(stage, lambda name: None)
+        verdicts = list(run_self_test(stage, lambda name: None, tuple(drawn)))
+    return {
+        "rows": [[row.proof, row.passed, row.figure] for row in rows],
+        "verdicts": [[v.id, v.caught_by, v.skipped, v.error] for v in verdicts],
+    }
+
+
+def _pushed(folder: Path) -> Result:
+    """Pushes of a model on this device over each transport that needs no GPU at the other end, in two dtypes; what arrives, and
+    whether each digest is that of the same weights on the CPU."""
+    import torch
+    from methods import lora
+    from peft import get_peft_model
+    from test_changes import KeepingWorker, Receiver
+    from tiny import make_model
+
+    from lockstep.engines.tensor_specs import tensor_specs
+    from lockstep.sync.changes import LastPush, Update
+    from lockstep.sync.push import push_weights
+    from lockstep.sync.source import PlainSource
+    from lockstep.sync.wire.gloo import GlooTransport
+    from lockstep.sync.wire.shared_memory import SharedMemoryTransport
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found: dict[str, bool] = {}
+
+    def change(model: Any, version: int) -> None:
+        with torch.no_grad():
+            if version == 1:
+                model.model.layers[1].self_attn.k_proj.weight[0, :3] += 1
+            if version == 2:
+                model.lm_head.weight.mul_(1.01)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, transport in (
+            ("shared memory", SharedMemoryTransport(60.0)),
+            ("gloo", GlooTransport("127.0.0.1", 0, 60.0)),
+        ):
+            model, sent, worker = make_model().to(device, dtype), LastPush(), KeepingWorker()
+            for version in range(4):
+                update = Update(PlainSource(model), None, sent)
+                transport.send(update, [worker], update.base)
+                sent.manifest = update.manifest(version)
+                for parameter, tensor in PlainSource(model):
+                    host = tensor.cpu()
+                    same = torch.equal(worker.found[parameter].cpu(), host)
+                    same &= tensor_specs([(parameter, tensor)]) == tensor_specs([(parameter, host)])
+                    found[f"{name} {dtype}"] = found.get(f"{name} {dtype}", True) and same
+                change(model, version)
+            transport.close()
+        for kind in ("whole", "elements", "merged adapter"):
+            model, receiver = make_model().to(device, dtype), Receiver(torch.bfloat16, keeps=kind == "elements")
+            if kind == "merged adapter":
+                model = get_peft_model(model, lora())
+            digests = []
+            for version in range(3):
+                digests.append(push_weights(model, receiver, version).digest)
+                with torch.no_grad():
+                    next(p for p in reversed(list(model.parameters())) if p.requires_grad).add_(0.5)
+            found[f"{kind} {dtype}"] = len(set(digests)) == 3
+    return {"pushes": found}
+
+
+def _itself(folder: Path) -> Result:
+    """What the device itself promises, without Lockstep."""
+    import torch
+
+    from pretend_cuda import LOG
+
+    device = torch.device("cuda")
+    one, host = torch.ones(4, device=device), torch.ones(4)
+
+    def refuses(call: Callable[[], Any]) -> bool:
+        try:
+            call()
+        except RuntimeError as error:
+            return "Expected" in str(error)
+        return False
+
+    def waits(call: Callable[[], Any]) -> int:
+        before = sum(LOG.events.values())
+        call()
+        return sum(LOG.events.values()) - before
+
+    held = torch.cuda.memory_allocated()
+    kept = torch.empty(1 << 20, dtype=torch.uint8, device=device)
+    return {
+        "holds": {
+            "tensors of two devices are refused": refuses(lambda: one + host),
+            "a generator of the CPU is refused": refuses(
+                lambda: torch.randn(2, device=device, generator=torch.Generator())
+            ),
+            "a number of the host is taken": bool((one + torch.tensor(1.0) == 2).all()),
+            "indices of the host are taken": one[torch.tensor([1])].item() == 1.0,
+            "fresh memory is not a number": bool(torch.empty(8, device=device).isnan().all()),
+            "memory is counted": torch.cuda.memory_allocated() - held >= len(kept),
+            "an item waits": waits(one.sum().item) == 1,
+            "a copy from pageable memory waits": waits(lambda: host.to(device)) == 1,
+            "a product does not wait": waits(lambda: one * one) == 0,
+        }
+    }
+
+
+RUNS: dict[str, Callable[[Path], Result]] = {
+    "grpo": _evaluated,
+    "resumed": _resumed,
+    "old_generation": lambda folder: train(folder, "GRPO", num_iterations=2, steps_per_generation=4, max_steps=4),
+    "rloo": lambda folder: train(folder, "RLOO", beta=0.1),
+    "reinforce_pp": lambda folder: train(folder, "ReinforcePP"),
+    "online_dpo": lambda folder: train(folder, "OnlineDPO"),
+    "ppo": lambda folder: train(folder, "PPO"),
+    "filters": lambda folder: train(folder, "GRPO", top_p=0.9, top_k=20, temperature=0.8),
+    "checkpointing": lambda folder: train(folder, "GRPO", gradient_checkpointing=True),
+    "adapter": lambda folder: _adapted(folder, beta=0.1),
+    "experts": lambda folder: train(folder, "GRPO", EXPERTS),
+    "pictures": _seen,
+    "tools": _called,
+    "grpo_bf16": lambda folder: train(folder, "GRPO", bf16=True, min_p=0.02, repetition_penalty=1.1),
+    "ppo_bf16": lambda folder: train(folder, "PPO", bf16=True),
+    "adapter_bf16": lambda folder: _adapted(folder, bf16=True),
+    "verify": _verified,
+    "push": _pushed,
+    "itself": _itself,
+}
+# The runs that have a loss, by whether they compute in bf16.
+LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ("verify", "push", "itself")}
+
+
+def run_all(folder: Path, names: list[str], log: Any = None) -> None:
+    """Do runs, one after the other. An error is a part of its run's file, and the next run begins.
+
+    Args:
+        folder: contains the models. Each run gets a folder of its own in it.
+        log: what the pretend GPU counts, if it is on.
+    """
+    for name in names:
+        before, start = log.kernels() if log else 0, time.process_time()
+        try:
+            result = RUNS[name](folder / name)
+        except Exception:  # noqa: BLE001 - a test shows it
+            result = {"error": traceback.format_exc()}
+        if log:
+            result["operations"] = log.kernels() - before
+            result["mixes"] = [list(mix) for mix in log.mixes]
+            log.clear()
+        result["seconds"] = time.process_time() - start
+        (folder / f"{name}.json").write_text(json.dumps(result, default=float), encoding="utf-8")
+
+
+def main() -> None:
+    tests = Path(__file__).parents[1]
+    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync")]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import pretend_cuda
+
+    # bitsandbytes would load CUDA's own library.
+    log = pretend_cuda.activate(first=["bitsandbytes"])
+    run_all(Path(sys.argv[1]), sys.argv[2:] or list(RUNS), log)
+
+
+if __name__ == "__main__":
+    main()
