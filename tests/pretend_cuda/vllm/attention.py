@@ -1,6 +1,6 @@
 """FlashAttention, its rotation and the writes to its cache, in plain PyTorch. TRITON_ATTN's kernel has the same form here.
 
-Caches are (blocks, tokens per block, heads, width). References: `tests/engines/pretend_gpu_stand_ins.py`.
+Caches are (blocks, tokens per block, heads, width). References: `stand_ins.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """RMS norms in plain PyTorch. The CPU wheel's kernels read rows of a view as if they lay beside each other, and may cut bits off.
 
-References: `tests/engines/pretend_gpu_stand_ins.py`.
+References: `stand_ins.py`.
 """
 
 from __future__ import annotations

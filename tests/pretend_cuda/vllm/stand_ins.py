@@ -1,4 +1,4 @@
-"""Each stand-in of `pretend_cuda/vllm/` beside its reference. `gpu_runner_runs.py` runs them, and `test_gpu_runners.py` has the limits.
+"""Each stand-in of this folder beside its reference. `runs.py` runs them, and `test_vllm_runs.py` has the limits.
 
 | stand-in | reference |
 |---|---|
@@ -204,11 +204,10 @@ def adapters() -> dict[str, float]:
 
 
 def quantiser() -> dict[str, float]:
-    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
-
     import vllm._custom_ops as custom_ops
     from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     x = drawn(9, 64, dtype=torch.bfloat16) * torch.logspace(-3, 2, 9, device=GPU)[:, None].bfloat16()
     found = {}
@@ -260,9 +259,7 @@ def embedding() -> dict[str, float]:
     for rank in range(2):
         own = slice(2 * rank, 2 * rank + 2)
         weight = torch.cat([words[own], torch.full((1, 3), 9.0, device=GPU), added[rank : rank + 1]])
-        parts.append(
-            custom_ops.vocab_parallel_embedding(ids, weight, own.start, own.stop, 1, 4 + rank, 5 + rank)
-        )
+        parts.append(custom_ops.vocab_parallel_embedding(ids, weight, own.start, own.stop, 1, 4 + rank, 5 + rank))
     return {"rows": apart(parts[0] + parts[1], torch.cat([words, added])[ids])}
 
 

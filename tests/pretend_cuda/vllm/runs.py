@@ -1,6 +1,6 @@
-"""Small runs of vLLM's GPU worker on the pretend GPU, for `test_gpu_runners.py`: `python gpu_runner_runs.py FILE NAME …`
+"""Small runs of vLLM's GPU worker on the pretend GPU, for `test_vllm_runs.py`: `python -m pretend_cuda.vllm.runs FILE NAME …`
 
-It runs in a process of its own, whose environment is that of `on_pretend_gpu.py`. It writes to FILE, as JSON, what each run has found:
+It runs in a process of its own, in the environment of `environment.py`. It writes to FILE, as JSON, what each run has found:
 an object of figures, or {"failed": traceback}.
 """
 
@@ -220,7 +220,7 @@ def first_runner() -> dict[str, Any]:
 
 
 def stand_ins() -> dict[str, Any]:
-    from pretend_gpu_stand_ins import STAND_INS
+    from pretend_cuda.vllm.stand_ins import STAND_INS
 
     return {name: noted(check) for name, check in STAND_INS.items()}
 
