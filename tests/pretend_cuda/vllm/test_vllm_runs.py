@@ -1,7 +1,7 @@
-"""vLLM's own GPU worker and both of its model runners, on the pretend GPU: GRPO with every proof on, kept ids, sleep, and each stand-in.
+"""vLLM's own GPU worker and both of its model runners, on the pretend GPU: GRPO with every proof on, kept ids, sleep, stand-ins.
 
-One process does all runs (`runs.py`), because the device must be there before PyTorch is imported. A limit of a gap is about ten times
-what was measured; in bf16 and in fp8 it is the limit of the run itself. docs/internals/engines.md says what this does not show.
+One process does all runs (`runs.py`), because the device must be there before PyTorch is imported. A limit of a gap is about ten
+times what was measured; in bf16 it is the limit of the run itself. docs/internals/engines.md says what this does not show.
 """
 
 from __future__ import annotations
