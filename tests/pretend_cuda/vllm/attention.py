@@ -1,6 +1,6 @@
 """FlashAttention, its rotation and the writes to its cache, in plain PyTorch. TRITON_ATTN's kernel has the same form here.
 
-Caches are (blocks, tokens per block, heads, width). References: `tests/engines/pretend_gpu_stand_ins.py`.
+Caches are (blocks, tokens per block, heads, width). References: `stand_ins.py`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import types
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,11 +87,11 @@ def flash_attn_varlen_func(
         raise NotImplementedError("attention with slopes, caps, dropout or without packing")
     ends = cu_seqlens_q.tolist()
     starts = [0] if cu_seqlens_k is None else cu_seqlens_k.tolist()
-    lengths = seqused_k.tolist() if seqused_k is not None else [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    lengths = seqused_k.tolist() if seqused_k is not None else [b - a for a, b in pairwise(starts)]
     out = torch.empty_like(q) if out is None else out
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     sums = torch.zeros(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    for i, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for i, (begin, end) in enumerate(pairwise(ends)):
         seen = lengths[i]
         if begin == end or seen == 0:
             out[begin:end] = 0

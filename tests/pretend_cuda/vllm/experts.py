@@ -1,6 +1,6 @@
 """How tokens are given to experts: three compiled operations of the CUDA wheel, in plain PyTorch.
 
-The products of the experts themselves are vLLM's Triton kernel, interpreted. References: `tests/engines/pretend_gpu_stand_ins.py`.
+The products of the experts themselves are vLLM's Triton kernel, interpreted. References: `stand_ins.py`.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def moe_align_block_size(
     padded.fill_(start)
 
 
-def moe_sum(
-    input: torch.Tensor, output: torch.Tensor, ids: torch.Tensor | None, map: torch.Tensor | None
-) -> None:
+def moe_sum(input: torch.Tensor, output: torch.Tensor, ids: torch.Tensor | None, map: torch.Tensor | None) -> None:
     """(tokens, k, n) → (tokens, n): the sum over a token's experts, in float32."""
     if map is not None:
         raise NotImplementedError("experts on several devices")

@@ -1,6 +1,6 @@
 """Matrix products and rows of the embedding that the CUDA wheel compiles, in plain PyTorch: fp8, adapters, a float32 result.
 
-References: `tests/engines/pretend_gpu_stand_ins.py`.
+References: `stand_ins.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Each stand-in of `pretend_cuda/vllm/` beside its reference. `gpu_runner_runs.py` runs them, and `test_gpu_runners.py` has the limits.
+"""Each stand-in of this folder beside its reference. `runs.py` runs them, and `test_vllm_runs.py` has the limits.
 
 | stand-in | reference |
 |---|---|
@@ -10,6 +10,7 @@
 | products of adapters | the formula in float64 |
 | fp8 quantiser | vLLM's own plain form (`QuantFP8.forward_native`) |
 | product of codes; product with another dtype | the formula in float64 |
+| norms, also of a view | the formula in float64 |
 | embedding of one rank | the rows of both ranks together are the whole embedding's |
 | experts: softmax, sorting, sum | the formula in float64, with vLLM's Triton kernel between them, interpreted |
 | memory that sleeps | the runs with sleep: the bytes before are the bytes after, and NaN between |
@@ -203,11 +204,10 @@ def adapters() -> dict[str, float]:
 
 
 def quantiser() -> dict[str, float]:
-    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
-
     import vllm._custom_ops as custom_ops
     from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     x = drawn(9, 64, dtype=torch.bfloat16) * torch.logspace(-3, 2, 9, device=GPU)[:, None].bfloat16()
     found = {}
@@ -232,6 +232,23 @@ def products() -> dict[str, float]:
     return {"codes": apart(out, exact), "wide": apart(wide, halves[0].cpu().double() @ halves[1].cpu().double().T)}
 
 
+def norms() -> dict[str, float]:
+    """Of whole rows, and of the heads of queries that stand beside keys in one matrix."""
+    x, weight, both = drawn(5, 48), drawn(16), drawn(5, 48, seed=1)
+    view = x[:, :32].unflatten(-1, (2, 16))
+
+    def wanted(x: torch.Tensor) -> torch.Tensor:
+        x = x.cpu().double()
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.cpu().double()
+
+    out = torch.empty(5, 2, 16, device=GPU)
+    torch.ops._C.rms_norm(out, view, weight, 1e-6)
+    rows, residual = both.unflatten(-1, (3, 16)).clone(), x.unflatten(-1, (3, 16)).clone()
+    total = rows + residual
+    torch.ops._C.fused_add_rms_norm(rows, residual, weight, 1e-6)
+    return {"view": apart(out, wanted(view)), "sum": apart(rows, wanted(total)), "residual": apart(residual, total)}
+
+
 def embedding() -> dict[str, float]:
     """Two ranks with two words each, one added word each, and a row of padding between them."""
     import vllm._custom_ops as custom_ops
@@ -242,9 +259,7 @@ def embedding() -> dict[str, float]:
     for rank in range(2):
         own = slice(2 * rank, 2 * rank + 2)
         weight = torch.cat([words[own], torch.full((1, 3), 9.0, device=GPU), added[rank : rank + 1]])
-        parts.append(
-            custom_ops.vocab_parallel_embedding(ids, weight, own.start, own.stop, 1, 4 + rank, 5 + rank)
-        )
+        parts.append(custom_ops.vocab_parallel_embedding(ids, weight, own.start, own.stop, 1, 4 + rank, 5 + rank))
     return {"rows": apart(parts[0] + parts[1], torch.cat([words, added])[ids])}
 
 
@@ -289,6 +304,7 @@ STAND_INS = {
         adapters,
         quantiser,
         products,
+        norms,
         embedding,
         experts,
     )

@@ -1,6 +1,6 @@
-"""Small runs of vLLM's GPU worker on the pretend GPU, for `test_gpu_runners.py`: `python gpu_runner_runs.py FILE NAME …`
+"""Small runs of vLLM's GPU worker on the pretend GPU, for `test_vllm_runs.py`: `python -m pretend_cuda.vllm.runs FILE NAME …`
 
-It runs in a process of its own, whose environment is that of `on_pretend_gpu.py`. It writes to FILE, as JSON, what each run has found:
+It runs in a process of its own, in the environment of `environment.py`. It writes to FILE, as JSON, what each run has found:
 an object of figures, or {"failed": traceback}.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from by_the_book import kept_set, shaped
 from methods import GROUPS, lora, make
-from tiny import CONTEXT, make_model, save
+from tiny import make_model, save
 
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
@@ -33,13 +33,15 @@ FOLDER = Path(tempfile.mkdtemp())
 # Rounding moves a token over the edge of a set only if its probability is this close to the edge.
 EDGE = 1e-4
 FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 20, "temperature": 0.8}
+# Longest prompt and completion. vLLM measures its memory with as many tokens, in kernels that are interpreted.
+LENGTH = 128
 # Bytes of the cache, so that a small device holds many engines. By itself vLLM would take a third of the device.
-SMALL = {"kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": CONTEXT}
+SMALL = {"kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": LENGTH}
 
 
 def start(model: str, dtype: torch.dtype = torch.float32, **more: Any) -> VLLMInProcess:
     arguments = {**SMALL, **more.pop("engine_kwargs", {})}
-    return VLLMInProcess(model, dtype=dtype, max_model_len=CONTEXT, max_num_seqs=16, engine_kwargs=arguments, **more)
+    return VLLMInProcess(model, dtype=dtype, max_model_len=LENGTH, max_num_seqs=16, engine_kwargs=arguments, **more)
 
 
 @contextlib.contextmanager
@@ -220,7 +222,7 @@ def first_runner() -> dict[str, Any]:
 
 
 def stand_ins() -> dict[str, Any]:
-    from pretend_gpu_stand_ins import STAND_INS
+    from pretend_cuda.vllm.stand_ins import STAND_INS
 
     return {name: noted(check) for name, check in STAND_INS.items()}
 
