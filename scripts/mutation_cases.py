@@ -3793,4 +3793,40 @@ MUTATIONS = [
         "        if True:\n",
         "tests/training/test_prompts_and_generation.py::test_the_mean_of_a_function_is_over_its_scores_and_absent_without_any",
     ),
+    Mutation(
+        "limits: a batch with too many ids is refused before it is sent",
+        "engines/answers.py",
+        "        check_limits(sampling, limits)\n",
+        "",
+        "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
+    ),
+    Mutation(
+        "limits: the engine takes as many ids as its table has places",
+        "engines/vllm/limits.py",
+        "if number > most:",
+        "if number >= most:",
+        "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
+    ),
+    Mutation(
+        "limits: the words of bad_words have a table for all their ids",
+        "engines/vllm/limits.py",
+        "words = sum(map(len, sampling.bad_words))",
+        "words = max(map(len, sampling.bad_words), default=0)",
+        "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
+    ),
+    Mutation(
+        "limits: a run with too many ids is refused at its start",
+        "parity/handshake.py",
+        "check_limits(expected.sampling, actual.request_limits)",
+        "pass",
+        "tests/parity/test_handshake_and_receipt.py::"
+        "test_a_run_that_names_more_ids_than_the_engine_takes_is_refused_at_its_start",
+    ),
+    Mutation(
+        "scores: only finite log-probs count as such",
+        "engines/answers.py",
+        "finite = sum(map(math.isfinite, found))",
+        "finite = len(found)",
+        "tests/engines/test_answers.py::test_a_log_prob_that_is_not_finite_is_not_counted_as_one",
+    ),
 ]

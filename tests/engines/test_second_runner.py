@@ -14,6 +14,7 @@ import torch
 from conftest import VLLM
 
 from lockstep.engines.vllm.arguments import MAX_KEPT_IDS
+from lockstep.engines.vllm.limits import request_limits
 from lockstep.engines.vllm.patches.kept_ids import SecondRunnerKeptIds
 
 pytestmark = VLLM
@@ -81,6 +82,16 @@ def test_sets_are_computed_only_while_a_request_asks_and_larger_ones_become_empt
     # Another request in the place of the first one.
     sampler.add_request(0, SimpleNamespace(extra_args={}))
     assert counts([0, 2], [20, 20]) is None
+
+
+def test_the_limits_of_a_request_are_those_of_vllms_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = SimpleNamespace(use_v2_model_runner=True)
+    sizes = {"allowed_token_ids": 1024, "logit_bias": 1024, "end_ids": 128, "bad_words": 128, "bad_word_ids": 1024}
+    assert request_limits(second) == sizes
+    assert request_limits(SimpleNamespace(use_v2_model_runner=False)) == {}
+    # A user can make two of the tables larger.
+    monkeypatch.setenv("VLLM_MAX_NUM_BAD_WORDS", "300")
+    assert request_limits(second) == sizes | {"bad_words": 300}
 
 
 @pytest.mark.parametrize("error", [AttributeError("no 'requests'"), AssertionError()])

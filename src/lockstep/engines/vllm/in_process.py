@@ -184,7 +184,8 @@ class VLLMInProcess:
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
         self._awake()
-        check_requests(requests, self._version, self._max_model_len, self._vocab_size)
+        limits = self.settings().request_limits
+        check_requests(requests, self._version, self._max_model_len, self._vocab_size, limits)
         return answer_all(self.serve, requests, on_answer)
 
     def serve(self, inbox: Inbox) -> None:
