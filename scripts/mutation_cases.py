@@ -3829,4 +3829,11 @@ MUTATIONS = [
         "finite = len(found)",
         "tests/engines/test_answers.py::test_a_log_prob_that_is_not_finite_is_not_counted_as_one",
     ),
+    Mutation(
+        "adapters alone: a GPU's engine computes them in half precision",
+        "engines/vllm/arguments.py",
+        "if torch.cuda.is_available() and dtype not in (torch.float16, torch.bfloat16):",
+        "if False:",
+        "tests/engines/test_second_runner.py::test_adapters_alone_with_a_float32_engine_are_refused_on_a_gpu",
+    ),
 ]
