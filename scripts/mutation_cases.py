@@ -3834,6 +3834,27 @@ MUTATIONS = [
         "engines/vllm/arguments.py",
         "if torch.cuda.is_available() and dtype not in (torch.float16, torch.bfloat16):",
         "if False:",
-        "tests/engines/test_second_runner.py::test_adapters_alone_with_a_float32_engine_are_refused_on_a_gpu",
+        "tests/engines/test_adapter_dtypes.py::test_adapters_alone_with_a_float32_engine_are_refused_on_a_gpu",
+    ),
+    Mutation(
+        "kept ids: an engine on a GPU may search the edge of top-p",
+        "parity/sampling/filter_bounds.py",
+        "if self._searched:",
+        "if False:",
+        "tests/parity/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
+    ),
+    Mutation(
+        "kept ids: a search of halves may miss more than a ladder",
+        "parity/sampling/filter_bounds.py",
+        "+ sign * _HALVED",
+        "",
+        "tests/parity/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
+    ),
+    Mutation(
+        "verify: the engine's sets are compared with the filters",
+        "verify/logprob_checks.py",
+        '"the ids that the filters keep", False, error.fix)',
+        '"the ids that the filters keep", True, error.fix)',
+        "tests/verify/test_filter_rows.py",
     ),
 ]

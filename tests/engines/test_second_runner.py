@@ -18,8 +18,6 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.limits import request_limits
 from lockstep.engines.vllm.patches.kept_ids import SecondRunnerKeptIds
 from lockstep.errors import InputError
-from lockstep.server.command import ServeOptions, command_line
-from lockstep.training.methods.grpo_config import GRPOConfig
 
 pytestmark = VLLM
 RUNNER, SAMPLER = "v1/worker/gpu/model_runner.py", "v1/worker/gpu/sample/sampler.py"
@@ -96,38 +94,6 @@ def test_the_limits_of_a_request_are_those_of_vllms_tables(monkeypatch: pytest.M
     # A user can make two of the tables larger.
     monkeypatch.setenv("VLLM_MAX_NUM_BAD_WORDS", "300")
     assert request_limits(second) == sizes | {"bad_words": 300}
-
-
-def test_adapters_alone_with_a_float32_engine_are_refused_on_a_gpu(
-    untied_dir: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before anything is loaded. vLLM's kernels end there with an assertion that has no text."""
-
-    def config(**fields: Any) -> None:
-        GRPOConfig(
-            **{"vllm_enable_lora": True, "output_dir": "x", "use_cpu": True, "engine_dtype": "float32", **fields}
-        )
-
-    def command(*words: str, dtype: torch.dtype = torch.float32) -> None:
-        command_line(ServeOptions(untied_dir, "h", 1, dtype, 64, 4, 1, 0.5, rest=words))
-
-    def engine() -> None:
-        made = VLLMInProcess(
-            untied_dir, dtype=torch.float32, max_model_len=64, max_num_seqs=2, engine_kwargs={"enable_lora": True}
-        )
-        made.close()
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    for refused in (config, lambda: command("--enable-lora"), engine):
-        with pytest.raises(InputError, match=r"half precision only, and the engine's dtype is float32; set .*bfloat16"):
-            refused()
-    command("--no-enable-lora")
-    command("--enable-lora", dtype=torch.bfloat16)
-    config(vllm_enable_lora=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config()
-    command("--enable-lora")
 
 
 @pytest.mark.parametrize("error", [AttributeError("no 'requests'"), AssertionError()])

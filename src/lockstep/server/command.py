@@ -87,7 +87,8 @@ def command_line(options: ServeOptions) -> list[str]:
 
     Raises:
         InputError: vLLM does not run the model as transformers does, an argument may not be set, the engine cannot hold the weights
-            in the scheme that was asked for, or has no adapters in its dtype, or neither the user nor the model gives a maximum length.
+            in the scheme that was asked for, or has no adapters in its dtype, or neither the user nor the model gives a maximum
+            length.
     """
     check_words(options.rest)
     refuse_family(options.model)

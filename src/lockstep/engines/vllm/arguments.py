@@ -135,7 +135,7 @@ def check_quantization(quantization: str | None, dtype: torch.dtype, name: str) 
 
 
 def check_adapters(dtype: torch.dtype, name: str) -> None:
-    """Refuse an engine with adapters alone whose dtype vLLM's LoRA kernels do not have. On a GPU they compute in half precision only.
+    """Refuse an engine with adapters alone whose dtype vLLM's LoRA kernels do not have: on a GPU they have half precision only.
 
     Args:
         name: the field or argument with which the user has asked for adapters alone, for the error.
@@ -146,7 +146,7 @@ def check_adapters(dtype: torch.dtype, name: str) -> None:
     if torch.cuda.is_available() and dtype not in (torch.float16, torch.bfloat16):
         raise InputError(
             f"{name}: on a GPU, vLLM computes adapters in half precision only, and the engine's dtype is {dtype_name(dtype)}; set "
-            f"engine_dtype=bfloat16 in training, or --dtype bfloat16 for a server. Or leave {name} out; then merged weights are sent"
+            f"engine_dtype=bfloat16 in training, or --dtype bfloat16 for a server. Without {name}, merged weights are sent"
         )
 
 

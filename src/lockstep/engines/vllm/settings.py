@@ -38,6 +38,7 @@ def effective_settings(vllm_config: Any) -> dict[str, Any]:
         "kept_ids": True,
         "structured_outputs": _structured_outputs(vllm_config.structured_outputs_config),
         "normalises_pixels": bool(getattr(config.multimodal_config, "mm_device_do_normalize", False)),
+        "second_runner": bool(vllm_config.use_v2_model_runner),
         "request_limits": request_limits(vllm_config),
     }
 
