@@ -208,6 +208,21 @@ def test_requests_may_have_limits_of_their_own(engine: Engine) -> None:
     assert any(len(c.token_ids) == 5 for c in answers.values())
 
 
+def test_no_request_is_sent_if_one_names_more_ids_than_the_engine_takes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = engine.settings()
+    if settings.engine != "vllm":
+        pytest.skip("only vLLM has such limits, on GPUs")
+    small = replace(settings, request_limits={"bad_words": 2})
+    monkeypatch.setattr(engine, "settings", lambda: small)
+    monkeypatch.setattr(engine, "_settings", small, raising=False)
+    monkeypatch.setattr(engine, "serve", pytest.fail)
+    over = requests(1, Sampling(max_tokens=1, bad_words=((5,), (6,), (7,))))
+    with pytest.raises(InputError, match="bad_words has 3 sequences"):
+        engine.generate([*requests(3, Sampling(max_tokens=1, bad_words=((5,), (6,))))[1:], *over])
+
+
 def test_n_completions_of_a_prompt_form_its_group(engine: Engine, untied_dir: str) -> None:
     tokenizer = load_tokenizer(untied_dir)
     prompts = [Prompt(f"row/{i}", (5 + i, 9, 11, 40), "text") for i in range(3)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lockstep.engines.answers import check_answers, check_requests
+from lockstep.engines.answers import check_answers, check_requests, check_scores
 from lockstep.engines.http.requests.messages import completion_from, scores_from, stamps_of
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling, request_seed
 from lockstep.errors import InputError, LockstepError, ProofError
@@ -167,18 +168,65 @@ def test_an_answer_with_fields_of_other_types_is_one_error(changes: dict[str, ob
 
 def test_requests_are_refused_before_any_is_started() -> None:
     with pytest.raises(ProofError, match="no committed weights"):
-        check_requests([request(1)], None, 100, 400)
+        check_requests([request(1)], None, 100, 400, {})
     with pytest.raises(InputError, match="occurs twice"):
-        check_requests([request(1), request(1)], 3, 100, 400)
+        check_requests([request(1), request(1)], 3, 100, 400, {})
     with pytest.raises(InputError, match="p1 has no tokens"):
-        check_requests([replace(request(1), prompt_ids=())], 3, 100, 400)
+        check_requests([replace(request(1), prompt_ids=())], 3, 100, 400, {})
     with pytest.raises(InputError, match="p1 has 3 tokens"):
-        check_requests([request(1)], 3, 6, 400)
-    check_requests([request(1)], 3, 7, 400)
+        check_requests([request(1)], 3, 6, 400, {})
+    check_requests([request(1)], 3, 7, 400, {})
     largest = int(request(1).prompt_ids.max())
-    check_requests([request(1)], 3, 7, largest + 1)
+    check_requests([request(1)], 3, 7, largest + 1, {})
     with pytest.raises(InputError, match=f"p1 has token id {largest} but the model embeds only {largest} tokens"):
-        check_requests([request(1)], 3, 7, largest)
+        check_requests([request(1)], 3, 7, largest, {})
+
+
+LIMITS = {"allowed_token_ids": 3, "logit_bias": 2, "end_ids": 4, "bad_words": 3, "bad_word_ids": 5}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "more", "said"),
+    [
+        (
+            {"allowed_token_ids": (5, 6, 7)},
+            {"allowed_token_ids": (5, 6, 7, 8)},
+            "allowed_token_ids names 4 ids; .* most 3",
+        ),
+        (
+            {"logit_bias": ((5, 1.0), (6, 1.0))},
+            {"logit_bias": ((5, 1.0), (6, 1.0), (7, 1.0))},
+            "names 3 ids; .* most 2",
+        ),
+        ({"end_ids": (1, 2, 3, 4)}, {"end_ids": (1, 2, 3, 4, 5)}, "5 ids end a completion; .* most 4 .*RUNNER=0"),
+        ({"bad_words": ((5,), (6,), (7,))}, {"bad_words": ((5,), (6,), (7,), (8,))}, "4 sequences .*NUM_BAD_WORDS=4"),
+        ({"bad_words": ((5, 6, 7), (8, 9))}, {"bad_words": ((5, 6, 7), (8, 9, 9))}, "6 ids together; .*TOKENS=6"),
+    ],
+)
+def test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started(
+    sampling: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    def check(changes: dict[str, Any], least: int, limits: dict[str, int]) -> None:
+        asked = replace(request(1), sampling=Sampling(4, min_tokens=least, **changes))
+        check_requests([request(2), asked], 3, 100, 400, limits)
+
+    check(sampling, 1, LIMITS)
+    with pytest.raises(InputError, match=said):
+        check(more, 1, LIMITS)
+    check(more, 1, {})
+    if "end_ids" in more:
+        # vLLM forbids end tokens only before the smallest length.
+        check(more, 0, LIMITS)
+
+
+def test_a_log_prob_that_is_not_finite_is_not_counted_as_one() -> None:
+    check_scores({"a": (1, 2, 3)}, {"a": (-0.5, -1.0)})
+    for found, said in (
+        ((-0.5, float("nan")), "2 log-probs, 1 of them finite; 2 were"),
+        ((-0.5,), "1 log-probs, 1 of"),
+    ):
+        with pytest.raises(ProofError, match=said):
+            check_scores({"a": (1, 2, 3)}, {"a": found})
 
 
 def test_seeds_differ_by_run_version_prompt_and_sample() -> None:
@@ -267,5 +315,5 @@ def test_tokens_that_the_model_does_not_have_are_refused_before_any_request_is_s
     value = {"logit_bias": ((10, 1.0),), "allowed_token_ids": (3, 10), "bad_words": ((3,), (4, 10))}[name]
     asked = replace(request(1), sampling=Sampling(4, **{name: value}))  # type: ignore[arg-type]
     with pytest.raises(InputError, match=f"{name} names token 10; the model's last token is 9"):
-        check_requests([asked], 3, 100, vocab_size=10)
-    check_requests([asked], 3, 100, vocab_size=11)
+        check_requests([asked], 3, 100, vocab_size=10, limits={})
+    check_requests([asked], 3, 100, vocab_size=11, limits={})

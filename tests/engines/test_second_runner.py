@@ -14,7 +14,10 @@ import torch
 from conftest import VLLM
 
 from lockstep.engines.vllm.arguments import MAX_KEPT_IDS
+from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.limits import request_limits
 from lockstep.engines.vllm.patches.kept_ids import SecondRunnerKeptIds
+from lockstep.errors import InputError
 
 pytestmark = VLLM
 RUNNER, SAMPLER = "v1/worker/gpu/model_runner.py", "v1/worker/gpu/sample/sampler.py"
@@ -83,13 +86,20 @@ def test_sets_are_computed_only_while_a_request_asks_and_larger_ones_become_empt
     assert counts([0, 2], [20, 20]) is None
 
 
+def test_the_limits_of_a_request_are_those_of_vllms_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    second = SimpleNamespace(use_v2_model_runner=True)
+    sizes = {"allowed_token_ids": 1024, "logit_bias": 1024, "end_ids": 128, "bad_words": 128, "bad_word_ids": 1024}
+    assert request_limits(second) == sizes
+    assert request_limits(SimpleNamespace(use_v2_model_runner=False)) == {}
+    # A user can make two of the tables larger.
+    monkeypatch.setenv("VLLM_MAX_NUM_BAD_WORDS", "300")
+    assert request_limits(second) == sizes | {"bad_words": 300}
+
+
 @pytest.mark.parametrize("error", [AttributeError("no 'requests'"), AssertionError()])
 def test_an_engine_that_does_not_start_says_why(
     error: Exception, untied_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lockstep.engines.vllm.in_process import VLLMInProcess
-    from lockstep.errors import InputError
-
     def fails(*_: Any, **__: Any) -> None:
         raise error
 

@@ -67,6 +67,13 @@ def test_an_engine_must_be_able_to_sample_what_the_run_asks_for() -> None:
             check_settings(asked, replace(able, **lacking))  # type: ignore[arg-type]
 
 
+def test_a_run_that_names_more_ids_than_the_engine_takes_is_refused_at_its_start() -> None:
+    asked, limits = replace(EXPECTED, sampling=Sampling(9, allowed_token_ids=(4, 5))), {"allowed_token_ids": 1}
+    check_settings(asked, replace(ACTUAL, request_limits={"allowed_token_ids": 2}))
+    with pytest.raises(InputError, match="allowed_token_ids names 2 ids; the engine takes at most 1"):
+        check_settings(asked, replace(ACTUAL, request_limits=limits))
+
+
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 
@@ -210,6 +211,49 @@ def test_bounds_enclose_the_set_of_any_logits_within_rounding(
     exact = filtered(logits[None].float(), sampling)[0] > -torch.inf
     tight = bounds.after(1e-6)[-1]
     assert torch.equal(logits >= tight.sure, exact) or torch.equal(logits >= tight.possible, exact)
+
+
+def found_by_ladder(p: np.ndarray, top_p: float) -> np.ndarray:
+    """The ids that vLLM's kernel for few rows keeps (`_topp_sb_combine`), without equal probabilities."""
+    low, high, best = p.min(), p.max(), 0.0
+    for _ in range(5):
+        pivots = low * np.exp(np.log(high / low) * np.arange(1, 9) / 9)
+        mass = np.array([p[p > pivot].sum() for pivot in pivots])
+        reach = pivots[mass >= top_p]
+        best = max(best, *reach, 0.0)
+        exact = [q for q, m in zip(pivots, mass, strict=True) if m >= top_p and m - p[p > q].min() < top_p]
+        if exact:
+            return p > exact[-1]
+        low, high = max(low, *reach, 0.0), min(high, *pivots[mass < top_p], 1.0)
+    return p > best
+
+
+def found_by_halves(p: np.ndarray, top_p: float) -> np.ndarray:
+    """The ids that vLLM's kernel for many rows keeps (`_topk_topp_kernel`), without equal probabilities."""
+    low, high = p.min(), p.max()
+    for _ in range(18):
+        pivot = (low + high) / 2
+        mass = p[p > pivot].sum()
+        if mass >= top_p and mass - p[p > pivot].min() < top_p:
+            return p > pivot
+        low, high = (pivot, high) if mass > top_p else (low, pivot)
+    return p > (low + high) / 2
+
+
+@pytest.mark.parametrize("search", [found_by_ladder, found_by_halves])
+def test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault(search: Callable[..., np.ndarray]) -> None:
+    """vLLM's kernels for GPUs do not sort. Real faults stay far outside what their search may miss."""
+    sampling, differing = Sampling(1, top_p=0.9), 0
+    for seed in range(12):
+        logits = np.random.default_rng(seed).normal(0, 2, 40_000)
+        p = np.exp(logits - logits.max())
+        kept = search(p / p.sum(), 0.9)
+        exact, found = (FilterBounds(logits, sampling, searched=searched).after(1e-9)[-1] for searched in (False, True))
+        assert logits[kept].min() >= found.possible
+        assert logits[~kept].max() < found.sure
+        differing += not (logits[kept].min() >= exact.possible and logits[~kept].max() < exact.sure)
+        assert exact.sure - 0.02 < found.possible <= found.sure < exact.possible + 0.02
+    assert differing > 3
 
 
 @pytest.mark.parametrize(

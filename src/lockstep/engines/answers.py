@@ -12,27 +12,34 @@ import numpy as np
 
 from lockstep.engines.filters.kept_sets import check_kept_ids
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.engines.vllm.limits import check_limits
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.tokenizer import check_embedded
 
 
 def check_requests(
-    requests: Sequence[GenerationRequest], version: int | None, max_model_len: int, vocab_size: int
+    requests: Sequence[GenerationRequest],
+    version: int | None,
+    max_model_len: int,
+    vocab_size: int,
+    limits: Mapping[str, int],
 ) -> None:
     """Refuse a batch in which one request cannot be answered, before any of its requests is started.
 
     Args:
         vocab_size: number of logits of the model.
+        limits: `EngineSettings.request_limits`.
 
     Raises:
         ProofError: no weight version is committed.
         InputError: a key is used twice, a prompt is empty, prompt and completion do not fit the context, or the sampling settings
-            name a token that the model does not have.
+            name a token that the model does not have, or more ids than the engine can take.
     """
     _check_committed(version, "generate")
     for sampling in {request.sampling for request in requests}:
         sampling.check_vocabulary(vocab_size)
+        check_limits(sampling, limits)
     seen: set[RequestKey] = set()
     for request in requests:
         if request.key in seen:
@@ -130,8 +137,10 @@ def check_scores(sequences: Mapping[str, tuple[int, ...]], scores: Mapping[str, 
     """
     for name in sequences.keys() | scores.keys():
         wanted, found = len(sequences.get(name, ())) - 1, scores.get(name, ())
-        if len(found) != wanted or not all(math.isfinite(value) for value in found):
-            raise _mismatch("logprobs", f"sequence {name} came back with {len(found)} of {wanted} finite log-probs")
+        finite = sum(map(math.isfinite, found))
+        if not finite == len(found) == wanted:
+            said = f"{len(found)} log-probs, {finite} of them finite; {wanted} were asked for"
+            raise _mismatch("logprobs", f"sequence {name} came back with {said}")
 
 
 def _check_committed(version: int | None, verb: str) -> None:

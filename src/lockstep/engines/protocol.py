@@ -134,6 +134,8 @@ class EngineSettings:
         kept_ids: whether the engine reports the ids that filters keep (`Completion.kept_ids`).
         structured_outputs: the library that makes the masks of grammars, and those of its settings that are not the defaults.
         normalises_pixels: whether the engine normalises pixels itself. Pixels that are already normalised would then be wrong.
+        second_runner: whether vLLM computes with its second model runner, which it uses on GPUs.
+        request_limits: the largest number of ids that one request may name, per setting (`engines/vllm/limits.py`).
     """
 
     engine: str
@@ -152,6 +154,8 @@ class EngineSettings:
     kept_ids: bool = False
     structured_outputs: str = ""
     normalises_pixels: bool = False
+    second_runner: bool = False
+    request_limits: Mapping[str, int] = field(default_factory=dict)
 
 
 class TensorSpec(NamedTuple):

@@ -154,7 +154,7 @@ class TransformersEngine:
     def generate(
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
-        check_requests(requests, self._version, self._max_model_len, self._vocab_size)
+        check_requests(requests, self._version, self._max_model_len, self._vocab_size, {})
         return answer_all(self.serve, requests, on_answer)
 
     def serve(self, inbox: Inbox) -> None:

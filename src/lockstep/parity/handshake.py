@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lockstep.engines.model_fields import fields_of_parts, one_spelling
 from lockstep.engines.protocol import EngineSettings, Sampling
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
+from lockstep.engines.vllm.limits import check_limits
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model
 from lockstep.tokens.tokenizer import embedding_rows
@@ -75,7 +76,10 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
 
     Raises:
         ProofError: a setting differs in a way that changes tokens or log-probs.
+        InputError: the sampling settings name more ids than the engine can take.
     """
+    if expected.sampling is not None:
+        check_limits(expected.sampling, actual.request_limits)
     wrong: list[str] = []
 
     def must(name: str, found: object, wanted: object) -> None:

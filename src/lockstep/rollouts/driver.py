@@ -109,12 +109,13 @@ class Driver:
 
         Raises:
             InputError: a prompt is empty or does not fit into the engine's context, or the sampling settings name a token that the
-                model does not have; then nothing has been started.
+                model does not have, or more ids than the engine can take; then nothing has been started.
             ProofError: no version is committed.
         """
         settings = self.engine.settings()
         context = settings.max_model_len
-        check_requests([start.request for start in starts], self.engine.version, context, settings.vocab_size)
+        requests = [start.request for start in starts]
+        check_requests(requests, self.engine.version, context, settings.vocab_size, settings.request_limits)
         missing, found = {start.key for start in starts}, Rollouts()
         places = {start.key: place for place, start in enumerate(starts)}
         inbox = Inbox(

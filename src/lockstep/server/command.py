@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from lockstep.engines.vllm.arguments import (
     SERVER_BACKEND,
     WORKER_EXTENSION,
+    check_adapters,
     check_quantization,
     cpu_cache_bytes,
     engine_arguments,
@@ -86,7 +87,8 @@ def command_line(options: ServeOptions) -> list[str]:
 
     Raises:
         InputError: vLLM does not run the model as transformers does, an argument may not be set, the engine cannot hold the weights
-            in the scheme that was asked for, or neither the user nor the model gives a maximum length.
+            in the scheme that was asked for, or has no adapters in its dtype, or neither the user nor the model gives a maximum
+            length.
     """
     check_words(options.rest)
     refuse_family(options.model)
@@ -124,7 +126,8 @@ def command_line(options: ServeOptions) -> list[str]:
     given = {name_of(word) for word in options.rest if word.startswith("--")}
     given |= {name.removeprefix("no_") for name in given}
     flags = [word for name, value in arguments.items() if name not in given for word in _flags(name, value)]
-    if "enable_lora" in given:
+    if "enable_lora" in _given(options.rest):
+        check_adapters(options.dtype, "--enable_lora")
         flags += adapter_flags(options.model, given)
     return [sys.executable, "-m", "lockstep.server.launch", *flags, *map(_dashed, options.rest)]
 

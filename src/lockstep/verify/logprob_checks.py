@@ -12,11 +12,13 @@ import torch
 
 from lockstep.engines.protocol import Completion, Sampling
 from lockstep.engines.tensor_specs import dtype_name
+from lockstep.errors import ProofError
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.gap import GapStats, PooledGap, measure_gap
 from lockstep.parity.logprobs.quantised_whole_inputs import whole_inputs
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
-from lockstep.parity.tolerances import Tolerance, outside_limit, tolerance
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps, logit_chunks
+from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptToken
+from lockstep.parity.tolerances import Tolerance, tolerance
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.training.batch.pack import Pack
@@ -49,7 +51,7 @@ def semantics(stage: Stage) -> list[Row]:
         rows = [_semantics_row(stage, name, Distribution(sampling), is_exact) for name, sampling in cases.items()]
         own = stage.trainer.proofs.distribution
         if replace(own.sampling, stop=(), max_kept_ids=Sampling(1).max_kept_ids) != stage.sampling():
-            rows.append(_semantics_row(stage, "the run's own settings", own, is_exact, kept=True))
+            rows.append(_semantics_row(stage, "the run's own settings", own, is_exact))
     return rows
 
 
@@ -78,41 +80,47 @@ def _limit(stage: Stage, trainer: torch.dtype, *, is_exact: bool) -> Tolerance:
     return tolerance(stage.trainer.proofs.engine_dtype, trainer) if is_exact else stage.trainer.proofs.limit
 
 
-def _semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact: bool, *, kept: bool = False) -> Row:
-    """The row of one distribution.
+def _semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact: bool) -> Row:
+    """The row of one distribution. Tokens are scored among the engine's kept ids, as in training, and each set is compared.
 
     Args:
         is_exact: whether the limits of the dtypes hold.
-        kept: whether to score among the engine's kept ids, as in training. Otherwise the filters are applied again.
     """
     completions = stage.sample(distribution.sampling, samples=2)
-    gap, outside = _gap_inside(stage, completions, distribution, kept=kept)
-    allowed = outside_limit(stage.trainer.proofs.engine_dtype, quantised=not is_exact) * (gap.tokens + outside)
-    row = gap_row(
-        f"log-probs, {name}",
-        gap,
-        _limit(stage, stage.precision.dtype_of(stage.model), is_exact=is_exact),
-        "the engine reports log-probs of another distribution than it samples; set logprobs_mode=processed_logprobs",
-        f", {outside} outside the trainer's support" if outside else "",
-    )
-    if outside <= allowed:
-        return row
-    fix = "the engine samples tokens that these settings exclude for the trainer"
-    return Row(row.proof, row.figure, row.limit, False, fix, row.details)
-
-
-def _gap_inside(
-    stage: Stage, completions: Sequence[Completion], distribution: Distribution, *, kept: bool
-) -> tuple[GapStats, int]:
-    """The gap over tokens to which both sides give a probability, and the number of tokens to which the trainer gives none."""
-    gap, outside = GapStats(), 0
+    limit = _limit(stage, stage.precision.dtype_of(stage.model), is_exact=is_exact)
+    gap, proof = GapStats(), f"log-probs, {name}"
     for c in completions:
-        sets = c.kept_ids if kept else None
-        own = completion_logps(stage.model, c.prompt_ids, c.token_ids, distribution, stage.precision, sets)
-        inside = torch.isfinite(own)
-        outside += int((~inside).sum())
-        gap = gap + measure_gap(torch.tensor(c.logprobs)[inside], own[inside], [str(c.key)], [int(inside.sum())])
-    return gap, outside
+        own = completion_logps(stage.model, c.prompt_ids, c.token_ids, distribution, stage.precision, c.kept_ids)
+        gap = gap + measure_gap(torch.tensor(c.logprobs), own, [str(c.key)], [len(c.token_ids)])
+    note, sampling = "", distribution.sampling
+    if sampling.is_filtered:
+        sets = KeptSetProof(distribution, limit, stage.engine.settings().second_runner)
+        try:
+            found = sets.check(token for c in completions for token in _kept_tokens(stage, c, distribution))
+            found.check_mean(sampling, limit)
+        except ProofError as error:
+            return Row(proof, error.found, "the ids that the filters keep", False, error.fix)
+        note = f"; {found.tokens} sets of kept ids" + (f", {found.differences} other ids" if found.differences else "")
+    return gap_row(
+        proof,
+        gap,
+        limit,
+        "the engine reports log-probs of another distribution than it samples; set logprobs_mode=processed_logprobs",
+        note,
+    )
+
+
+@torch.no_grad()
+def _kept_tokens(stage: Stage, completion: Completion, distribution: Distribution) -> Iterator[KeptToken]:
+    """Every token of a completion, with the ids that the engine kept and the trainer's own logits."""
+    prompt, ids = completion.prompt_ids.tolist(), completion.token_ids.tolist()
+    assert completion.kept_ids is not None
+    masks, place = distribution.masks(ids), 0
+    for logits in logit_chunks(stage.model, [*prompt, *ids[:-1]], len(prompt) - 1, stage.precision):
+        for row in logits.cpu():
+            kept = completion.kept_ids.part(place, place + 1).ids
+            yield KeptToken(str(completion.key), place, row, prompt, ids[:place], masks, kept)
+            place += 1
 
 
 def parity_by_dtype(stage: Stage) -> list[Row]:

@@ -142,7 +142,8 @@ class VLLMServer:
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
         """Answer every request. If weights are pushed meanwhile, the tokens of one completion may have several versions."""
-        check_requests(requests, self._version, self._settings.max_model_len, self._settings.vocab_size)
+        settings = self._settings
+        check_requests(requests, self._version, settings.max_model_len, settings.vocab_size, settings.request_limits)
         return answer_all(self.serve, requests, on_answer)
 
     def serve(self, inbox: Inbox) -> None:

@@ -138,6 +138,22 @@ def check_quantization(quantization: str | None, dtype: torch.dtype, name: str) 
         )
 
 
+def check_adapters(dtype: torch.dtype, name: str) -> None:
+    """Refuse an engine with adapters alone whose dtype vLLM's LoRA kernels do not have: on a GPU they have half precision only.
+
+    Args:
+        name: the field or argument with which the user has asked for adapters alone, for the error.
+
+    Raises:
+        InputError: vLLM would fail while it starts.
+    """
+    if torch.cuda.is_available() and dtype not in (torch.float16, torch.bfloat16):
+        raise InputError(
+            f"{name}: on a GPU, vLLM computes adapters in half precision only, and the engine's dtype is {dtype_name(dtype)}; set "
+            f"engine_dtype=bfloat16 in training, or --dtype bfloat16 for a server. Without {name}, merged weights are sent"
+        )
+
+
 def cpu_cache_bytes(model: str, dtype: torch.dtype, max_model_len: int, max_num_seqs: int) -> int:
     """Bytes of the key-value cache that these sequences can fill. Without a size, vLLM takes most of the machine's memory."""
     config = load_files(AutoConfig, model).get_text_config()

@@ -31,7 +31,13 @@ from lockstep.engines.protocol import (
     OnAnswer,
     RequestKey,
 )
-from lockstep.engines.vllm.arguments import check_quantization, check_user_arguments, cpu_cache_bytes, engine_arguments
+from lockstep.engines.vllm.arguments import (
+    check_adapters,
+    check_quantization,
+    check_user_arguments,
+    cpu_cache_bytes,
+    engine_arguments,
+)
 from lockstep.engines.vllm.requests.check_sent import check_sent, fields_of
 from lockstep.engines.vllm.requests.conversion import completion, prompt_logprobs, sampling_params, scoring_params
 from lockstep.engines.vllm.requests.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
@@ -92,6 +98,8 @@ class VLLMInProcess:
     ) -> None:
         check_user_arguments(set(engine_kwargs or {}), "vllm_engine_kwargs")
         check_quantization(quantization, dtype, "vllm_quantization")
+        if (engine_kwargs or {}).get("enable_lora"):
+            check_adapters(dtype, "vllm_enable_lora")
         self._timeout = timeout
         self._version: int | None = None
         self._model = model
@@ -184,7 +192,8 @@ class VLLMInProcess:
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
         self._awake()
-        check_requests(requests, self._version, self._max_model_len, self._vocab_size)
+        limits = self.settings().request_limits
+        check_requests(requests, self._version, self._max_model_len, self._vocab_size, limits)
         return answer_all(self.serve, requests, on_answer)
 
     def serve(self, inbox: Inbox) -> None:

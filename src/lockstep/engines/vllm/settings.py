@@ -14,6 +14,7 @@ from lockstep.engines.model_fields import fields_of_parts
 from lockstep.engines.protocol import EngineSettings
 from lockstep.engines.tensor_specs import dtype_name
 from lockstep.engines.vllm.arguments import NEUTRAL_SAMPLING
+from lockstep.engines.vllm.limits import request_limits
 
 
 def effective_settings(vllm_config: Any) -> dict[str, Any]:
@@ -37,6 +38,8 @@ def effective_settings(vllm_config: Any) -> dict[str, Any]:
         "kept_ids": True,
         "structured_outputs": _structured_outputs(vllm_config.structured_outputs_config),
         "normalises_pixels": bool(getattr(config.multimodal_config, "mm_device_do_normalize", False)),
+        "second_runner": bool(vllm_config.use_v2_model_runner),
+        "request_limits": request_limits(vllm_config),
     }
 
 

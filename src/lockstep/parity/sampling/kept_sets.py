@@ -120,10 +120,12 @@ class KeptSetProof:
     Attributes:
         distribution: the distribution that every request asks for.
         limit: limits on the gap. They bound the rounding of logits.
+        searched: whether the engine searches the edge of top-p instead of sorting (`FilterBounds`).
     """
 
     distribution: Distribution
     limit: Tolerance
+    searched: bool = False
 
     def check(self, tokens: Iterable[KeptToken]) -> KeptSetStats:
         """Compare the set of each token.
@@ -143,7 +145,7 @@ class KeptSetProof:
         )
         if not token.is_current:
             return KeptSetStats(measured=1, mass=mass)
-        bounds = FilterBounds(logits, sampling)
+        bounds = FilterBounds(logits, sampling, searched=self.searched)
         lowest = token.kept[logits[token.kept].argmin()]
         others = logits.copy()
         others[token.kept] = -np.inf

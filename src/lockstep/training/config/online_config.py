@@ -17,7 +17,7 @@ import torch
 from transformers import TrainingArguments
 
 from lockstep.algorithms.corrections import CorrectionMode
-from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS
+from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, check_adapters
 from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
@@ -440,6 +440,8 @@ class OnlineConfig(
             raise InputError(f"vllm_model_impl={self.vllm_model_impl!r}; it must be {', '.join(MODEL_IMPLEMENTATIONS)}")
         if self.vllm_enable_lora and self.use_vllm is False:
             raise InputError("vllm_enable_lora needs vLLM, and use_vllm is false; leave one of the two out")
+        if self.vllm_enable_lora and self.vllm_mode != "server":
+            check_adapters(self.engine_torch_dtype, "vllm_enable_lora")
         if not server:
             return
         if self.use_vllm is False:

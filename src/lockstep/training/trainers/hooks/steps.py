@@ -243,8 +243,10 @@ class StepHooks(Trainer):
         )
 
     def _kept_sets(self) -> KeptSetProof | None:
-        filtered = self._rules.sampling.is_filtered
-        return KeptSetProof(self._rules.distribution, self.source.limit) if filtered else None
+        if not self._rules.sampling.is_filtered:
+            return None
+        searched = self.engine.settings().second_runner
+        return KeptSetProof(self._rules.distribution, self.source.limit, searched)
 
     def _policy_model(self) -> PreTrainedModel:
         if self._unwrapped is None or self._unwrapped[0] is not self.model:
