@@ -3883,6 +3883,8 @@ MUTATIONS = [
         "min(longest, context_length(found) or longest), by_capacity=on_vllm)",
         "1, by_capacity=on_vllm)",
         "tests/training/test_family_attention.py::test_a_border_that_every_sequence_crosses_is_seen_before_the_model_is_loaded",
+    ),
+    Mutation(
         "devices: the grids of pictures are on the model's device (on the pretend GPU)",
         "images/pictures.py",
         '"image_grid_thw": torch.stack([p.grid for p in pictures]).to(device)',
@@ -3895,6 +3897,8 @@ MUTATIONS = [
         "        moved = joined_moves(moves).to(device)\n",
         "        moved = joined_moves(moves)\n",
         "tests/pretend_cuda/test_runs.py::test_no_operation_mixes_devices",
+    ),
+    Mutation(
         "limits: a batch with too many ids is refused before it is sent",
         "engines/answers.py",
         "        check_limits(sampling, limits)\n",

@@ -36,7 +36,7 @@ def load_files(kind: Any, path: str, **arguments: Any) -> Any:
         raise _about_code(error, path) from error
 
 
-def build_empty(kind: Any, config: Any) -> Any:
+def build_empty(kind: Any, config: Any, **arguments: Any) -> Any:
     """A model without trained weights, made from a loaded config with `kind.from_config`.
 
     Raises:
@@ -44,7 +44,7 @@ def build_empty(kind: Any, config: Any) -> Any:
         ValueError, ...: as `from_config`.
     """
     try:
-        return kind.from_config(config, **_NOT_TRUSTED)
+        return kind.from_config(config, **{**arguments, **_NOT_TRUSTED})
     except ValueError as error:
         raise _about_code(error, str(config.name_or_path)) from error
 

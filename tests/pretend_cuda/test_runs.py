@@ -95,7 +95,7 @@ def test_losses_gradients_and_weights_are_those_of_the_cpu(both: Both, name: str
     assert float(moved.mean()) < 1e-3 * runs.RATE
 
 
-# Not the same on both devices: seconds, the rounding that proofs measure, and the sign of a margin that is rounding at the first step.
+# Not the same on both devices: seconds, the rounding that proofs measure, and the sign of a margin that is rounding at first.
 OWN = ("time/", "push/", "parity/", "checked/", "step_time", "train_", "eval_", "rewards/accuracies")
 
 

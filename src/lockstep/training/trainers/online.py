@@ -57,6 +57,7 @@ from lockstep.training.generate.engine import check_engine_arguments, refuse_bef
 from lockstep.training.generate.rollouts.function import RolloutFunc, RolloutFunction
 from lockstep.training.generate.source import RolloutSource
 from lockstep.training.loop import TrainingLoop
+from lockstep.training.memory import RunModels, check_memory
 from lockstep.training.methods.objective import Objective
 from lockstep.training.run_files.changes import Changes
 from lockstep.training.run_files.completion_log import show_generation
@@ -71,6 +72,7 @@ from lockstep.training.step.moving_share import check_steps_move
 from lockstep.training.trainers.evaluation import EvaluatesBySampling
 from lockstep.training.trainers.hooks.callbacks import add_callbacks
 from lockstep.training.trainers.hooks.live_views import show_in_notebook
+from lockstep.training.trainers.hooks.optimizer import makes_optimizer
 from lockstep.training.trainers.hooks.steps import StepHooks
 from lockstep.training.trainers.hooks.whole_checkpoints import WholeCheckpoints
 from lockstep.training.trainers.setup.argument_kinds import check_kinds, check_open
@@ -205,12 +207,24 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         # The columns that a `rollout_func` adds for the reward functions are not known before it has run.
         if args.rehearse_rewards and rollout_func is None:
             self.ranks.on_owner("rehearsal", lambda: self.rehearse(reward_funcs, train_dataset))
-        self._scorer = scorer = self.scorer(reward_funcs, reward_processing_classes)
-
+        self.objective: Objective = self.objective_class(args)
         if engine is None:
             name = model if isinstance(model, str) else model.config.name_or_path
             refuse_before_loading(args, name)
             self.ranks.on_owner("engine arguments", lambda: check_engine_arguments(args, name))
+        models = RunModels(
+            model,
+            peft_config,
+            quantization_config,
+            ref_model,
+            entries_of(reward_funcs),
+            self.objective.uses_reference,
+            self.make_critic,
+            own_optimizer=optimizers[0] is not None or makes_optimizer(type(self)),
+            own_engine=engine is not None,
+        )
+        self.ranks.on_owner("memory", lambda: check_memory(args, models))
+        self._scorer = scorer = self.scorer(reward_funcs, reward_processing_classes)
         prepare_cuda()
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
@@ -225,7 +239,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         if not self.optimizer_is_given:
             check_steps_move(policy, args, self.alarms)
 
-        self.objective: Objective = self.objective_class(args)
         self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
         self.critic = self.make_critic(policy)
         follows = getattr(args, "sync_ref_model", False) and self.reference is not None

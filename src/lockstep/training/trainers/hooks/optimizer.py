@@ -54,7 +54,7 @@ def ready_settings(trainer: StepHooks, taken: Taken, changed: Sequence[str]) -> 
     if again:
         # `train` was called before. Its optimizer goes on, with what was changed then.
         taken = earlier.so_far()  # type: ignore[union-attr]
-    given = trainer.optimizer_is_given or _overridden(type(trainer))
+    given = trainer.optimizer_is_given or makes_optimizer(type(trainer))
     norms = {
         p
         for module in trainer._trained_modules()
@@ -188,7 +188,7 @@ def _has_own(callback: Any, event: str) -> bool:
     return event in vars(callback) or getattr(type(callback), event, None) is not getattr(TrainerCallback, event, None)
 
 
-def _overridden(kind: type) -> bool:
+def makes_optimizer(kind: type) -> bool:
     """Whether a subclass of the user's makes the optimizer, or decides which tensors decay."""
     makers = [base for base in kind.__mro__ if any(name in vars(base) for name in _MAKERS)]
     return any(not is_lockstep(base) and top_module(base) != "transformers" for base in makers)
