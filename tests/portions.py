@@ -109,7 +109,8 @@ LATER = {
     "server/test_in_flight.py::"
     "test_tokens_of_running_requests_carry_the_version_that_sampled_each[gloo]": "its other transport",
     "server/test_restarted_servers.py::"
-    "test_a_server_restarted_after_a_push_is_found_out_by_its_greeting": "test_killed_servers.py, which kills servers between pushes too",
+    "test_a_server_restarted_after_a_push_is_found_out_by_its_greeting": "test_killed_servers.py, which kills "
+    "servers between pushes too",
     "server/test_tools_ahead.py::"
     "test_rollouts_with_tools_and_filters_ahead_have_the_gap_of_rollouts_without": "tools ahead and filters ahead, each alone",
     "server/test_two_ranks_on_a_server.py::"
