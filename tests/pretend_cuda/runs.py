@@ -25,6 +25,7 @@ _ALONE = {**_GROUPS, "num_generations": 1}
 _PAIRS = {"per_device_train_batch_size": 2, "max_new_tokens": 8, "max_length": 100}
 RATE = 1e-3
 _FAULTS, _SEED = 12, 43
+GPU_DAY = ("machine", "order", "digests", "runs-1", "gaps-fp32")
 
 
 def save_models(folder: Path) -> None:
@@ -263,6 +264,16 @@ def _itself(folder: Path) -> Result:
     }
 
 
+def _gpu_day(folder: Path) -> Result:
+    """Parts of `make gpu-day` at a tiny size. Others need NCCL, or a profiler that counts kernels of a real GPU."""
+    from benchmarks.gpu_day import run as gpu_day
+
+    folder.mkdir()
+    for name in GPU_DAY:
+        gpu_day.run_part(name, folder, rehearse=True)
+    return {"parts": {name: part["rows"] for name, part in gpu_day.read(folder).items()}}
+
+
 RUNS: dict[str, Callable[[Path], Result]] = {
     "grpo": _evaluated,
     "resumed": _resumed,
@@ -286,9 +297,11 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "push": _pushed,
     "waits": _waited,
     "itself": _itself,
+    "gpu_day": _gpu_day,
 }
 # The runs that have a loss, by whether they compute in bf16.
-LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ("verify", "push", "waits", "itself")}
+NO_LOSS = ("verify", "push", "waits", "itself", "gpu_day")
+LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in NO_LOSS}
 
 
 def run_all(folder: Path, names: list[str], log: Any = None) -> None:
@@ -314,7 +327,7 @@ def run_all(folder: Path, names: list[str], log: Any = None) -> None:
 
 def main() -> None:
     tests = Path(__file__).parents[1]
-    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync")]
+    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync"), str(tests.parent)]
     os.environ["OMP_NUM_THREADS"] = "1"
     import pretend_cuda
 
