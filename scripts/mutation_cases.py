@@ -3793,4 +3793,18 @@ MUTATIONS = [
         "        if True:\n",
         "tests/training/test_prompts_and_generation.py::test_the_mean_of_a_function_is_over_its_scores_and_absent_without_any",
     ),
+    Mutation(
+        "devices: the grids of pictures are on the model's device (on the pretend GPU)",
+        "images/pictures.py",
+        '"image_grid_thw": torch.stack([p.grid for p in pictures]).to(device)',
+        '"image_grid_thw": torch.stack([p.grid for p in pictures])',
+        "tests/pretend_cuda/test_runs.py::test_no_operation_mixes_devices",
+    ),
+    Mutation(
+        "devices: what penalties add to logits is on the logits' device (on the pretend GPU)",
+        "training/forward/filters/row_rules.py",
+        "        moved = joined_moves(moves).to(device)\n",
+        "        moved = joined_moves(moves)\n",
+        "tests/pretend_cuda/test_runs.py::test_no_operation_mixes_devices",
+    ),
 ]

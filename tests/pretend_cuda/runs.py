@@ -24,6 +24,7 @@ _ALONE = {**_GROUPS, "num_generations": 1}
 _PAIRS = {"per_device_train_batch_size": 2, "max_new_tokens": 8, "max_length": 100}
 RATE = 1e-3
 _FAULTS, _SEED = 12, 43
+GPU_DAY = ("machine", "order", "digests", "runs-1", "gaps-fp32")
 
 
 def save_models(folder: Path) -> None:
@@ -216,10 +217,22 @@ def _itself(folder: Path) -> Result:
     }
 
 
+def _gpu_day(folder: Path) -> Result:
+    """Parts of `make gpu-day` at a tiny size. Others need NCCL, or a profiler that counts kernels of a real GPU."""
+    from benchmarks.gpu_day import run as gpu_day
+
+    folder.mkdir()
+    for name in GPU_DAY:
+        gpu_day.run_part(name, folder, rehearse=True)
+    return {"parts": {name: part["rows"] for name, part in gpu_day.read(folder).items()}}
+
+
 RUNS: dict[str, Callable[[Path], Result]] = {
     "grpo": _evaluated,
     "resumed": _resumed,
-    "old_generation": lambda folder: train(folder, "GRPO", num_iterations=2, steps_per_generation=4, max_steps=4),
+    "old_generation": lambda folder: train(
+        folder, "GRPO", num_iterations=2, steps_per_generation=4, max_steps=4, repetition_penalty=1.1
+    ),
     "rloo": lambda folder: train(folder, "RLOO", beta=0.1),
     "reinforce_pp": lambda folder: train(folder, "ReinforcePP"),
     "online_dpo": lambda folder: train(folder, "OnlineDPO"),
@@ -236,9 +249,10 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "verify": _verified,
     "push": _pushed,
     "itself": _itself,
+    "gpu_day": _gpu_day,
 }
 # The runs that have a loss, by whether they compute in bf16.
-LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ("verify", "push", "itself")}
+LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ("verify", "push", "itself", "gpu_day")}
 
 
 def run_all(folder: Path, names: list[str], log: Any = None) -> None:
@@ -264,7 +278,7 @@ def run_all(folder: Path, names: list[str], log: Any = None) -> None:
 
 def main() -> None:
     tests = Path(__file__).parents[1]
-    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync")]
+    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync"), str(tests.parent)]
     os.environ["OMP_NUM_THREADS"] = "1"
     import pretend_cuda
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import pretend_cuda
+from benchmarks.gpu_day import run as gpu_day
 from lockstep.verify.run import CHECKS
 from pretend_cuda import runs
 
@@ -170,3 +171,12 @@ def test_the_device_refuses_what_cuda_refuses_and_counts_what_waits(both: Both) 
     found = _read(both.device, "itself")
     assert [name for name, holds in found["holds"].items() if not holds] == []
     assert len(found["holds"]) == 9
+
+
+def test_parts_of_the_gpu_day_are_rehearsed_on_the_device(both: Both) -> None:
+    parts = _read(both.device, "gpu_day")["parts"]
+    assert [*parts] == [name for name in gpu_day.PARTS if name in runs.GPU_DAY]
+    assert all(parts.values())
+    assert [row for rows in parts.values() for row in rows if gpu_day.is_failure(row)] == []
+    assert {row["device"] for row in parts["runs-1"]} == {"cuda"}
+    assert parts["gaps-fp32"][0]["stopped"], "the injected fault passed"

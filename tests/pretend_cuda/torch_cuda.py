@@ -72,6 +72,13 @@ def patch(extension: Any, memory: int, devices: int) -> None:
     base: Any = torch.storage._StorageBase
     base.to = _storage_to
     base.clone = _storage_clone
+    whole: Any = torch.UntypedStorage
+    of_the_host = whole.resize_
+    whole.resize_ = lambda self, size: _storage_resize(self, size, of_the_host)
+    # There is one stream, so memory is never given to another one. The binding asks for a stream of PyTorch's own class.
+    torch.Tensor.record_stream = lambda self, stream: None
+    # The marks of CUDA's profiler, which DeepSpeed sets.
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: 0
     base.cuda = lambda self, device=None, non_blocking=False: _storage_to(self, device="cuda")
 
 
@@ -177,3 +184,10 @@ def _storage_to(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
     if target.type == self.device.type:
         return self
     return torch.empty(self.nbytes(), dtype=torch.uint8, device=target).copy_(_bytes_of(self)).untyped_storage()
+
+
+def _storage_resize(self: Any, size: int, of_the_host: Any) -> Any:
+    if self.device.type == "cpu":
+        return of_the_host(self, size)
+    torch.ops.pretend_cuda.resize_storage(_bytes_of(self), size)
+    return self
