@@ -26,11 +26,16 @@ def patch() -> None:
     _KEPT.append(library)
     _give_package()
     if not os.environ.get("PRETEND_TRITON_ATTENTION"):
-        # Nine tenths of the seconds of a tiny model would be this kernel's, interpreted.
+        # Nine tenths of the seconds of a tiny model would be these kernels', interpreted.
+        import vllm.v1.attention.ops.triton_reshape_and_cache_flash as triton_cache
         import vllm.v1.attention.ops.triton_unified_attention as triton_attention
 
-        triton_attention.pretend_gpu_replaced = triton_attention.unified_attention
-        triton_attention.unified_attention = unified_attention
+        for module, stand_in, name in (
+            (triton_attention, unified_attention, "unified_attention"),
+            (triton_cache, write_to_cache, "triton_reshape_and_cache_flash"),
+        ):
+            module.pretend_gpu_replaced = getattr(module, name)
+            setattr(module, name, stand_in)
 
 
 def write_to_cache(
@@ -38,16 +43,16 @@ def write_to_cache(
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    slots: torch.Tensor,
-    dtype: str,
-    key_scale: torch.Tensor,
-    value_scale: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
 ) -> None:
     """Put the keys and values of each token into its slot. A slot of −1 is padding."""
-    if dtype != "auto":
-        raise NotImplementedError(f"a cache of {dtype}")
-    rows = (slots >= 0).nonzero()[:, 0]
-    blocks, places = slots[rows] // key_cache.shape[1], slots[rows] % key_cache.shape[1]
+    if kv_cache_dtype != "auto":
+        raise NotImplementedError(f"a cache of {kv_cache_dtype}")
+    rows = (slot_mapping >= 0).nonzero()[:, 0]
+    blocks, places = slot_mapping[rows] // key_cache.shape[1], slot_mapping[rows] % key_cache.shape[1]
     key_cache[blocks, places] = key[rows].to(key_cache.dtype)
     value_cache[blocks, places] = value[rows].to(value_cache.dtype)
 

@@ -6,6 +6,7 @@
 | the kernel of TRITON_ATTN | vLLM's Triton kernel, interpreted |
 | writes to the cache | vLLM's Triton kernel, interpreted |
 | rotation | the formula in float64, by complex numbers |
+| rotation on three axes | vLLM's Triton kernel, interpreted |
 | top-k and top-p | the definition in float64 (`by_the_book.py`) |
 | products of adapters | the formula in float64 |
 | fp8 quantiser | vLLM's own plain form (`QuantFP8.forward_native`) |
@@ -128,13 +129,13 @@ def triton_attention() -> dict[str, float]:
 
 
 def cache() -> dict[str, float]:
-    from vllm.v1.attention.ops.triton_reshape_and_cache_flash import triton_reshape_and_cache_flash
+    import vllm.v1.attention.ops.triton_reshape_and_cache_flash as module
 
     keys, values = drawn(6, 2, WIDTH), drawn(6, 2, WIDTH, seed=1)
     slots = torch.tensor([3, 17, -1, 0, 31, -1], device=GPU)
     one = torch.ones((), device=GPU)
     written = []
-    for write in (torch.ops._C_cache_ops.reshape_and_cache_flash, triton_reshape_and_cache_flash):
+    for write in (torch.ops._C_cache_ops.reshape_and_cache_flash, module.pretend_gpu_replaced):
         places = [torch.zeros(2, BLOCK, 2, WIDTH, device=GPU) for _ in range(2)]
         write(keys, values, *places, slots, "auto", one, one)
         written.append(torch.stack(places).cpu())
@@ -158,6 +159,22 @@ def rotation() -> dict[str, float]:
             torch.stack([by_pairs.real, by_pairs.imag], -1).flatten(-2),
         ),
     }
+
+
+def rotation_on_axes() -> dict[str, float]:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
+
+    with set_current_vllm_config(VllmConfig()):
+        layer = MRotaryEmbedding(16, 16, 64, 1e4, True, torch.float32, mrope_section=[2, 3, 3]).to(GPU)
+    positions = torch.tensor([[0, 1, 2, 5], [0, 1, 3, 9], [0, 2, 1, 30]], device=GPU)
+    queries, keys = drawn(4, 32), drawn(4, 16)
+    pairs = zip(
+        layer.forward_cuda(positions, queries.clone(), keys.clone()),
+        layer.pretend_gpu_replaced(positions, queries.clone(), keys.clone()),
+        strict=True,
+    )
+    return dict(zip(("queries", "keys"), (apart(*pair) for pair in pairs), strict=True))
 
 
 def filters() -> dict[str, float]:
@@ -300,6 +317,7 @@ STAND_INS = {
         triton_attention,
         cache,
         rotation,
+        rotation_on_axes,
         filters,
         adapters,
         quantiser,

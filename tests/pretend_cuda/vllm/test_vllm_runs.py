@@ -31,6 +31,7 @@ LIMITS = {
     "attention": {"whole": 1e-6, "window": 1e-6, "bfloat16": 4e-3, "packed": 1e-6},
     "triton_attention": {"whole": 1e-6, "window": 1e-6},
     "rotation": {"halves": 1e-6, "pairs": 1e-6},
+    "rotation_on_axes": {"queries": 1e-6, "keys": 1e-6},
     "adapters": {"down": 1e-6, "up": 8e-3},
     "quantiser": {"codes_rows": 0.01, "codes_whole": 0.01},
     "products": {"codes": 4e-3, "wide": 1e-6},
@@ -40,7 +41,18 @@ LIMITS = {
 # What shows that a check has looked at something.
 COUNTS = {"cache": "written", "filters": "kept"}
 STAND_INS = (
-    *("attention", "triton_attention", "cache", "rotation", "filters", "adapters", "quantiser", "products", "norms"),
+    *(
+        "attention",
+        "triton_attention",
+        "cache",
+        "rotation",
+        "rotation_on_axes",
+        "filters",
+        "adapters",
+        "quantiser",
+        "products",
+        "norms",
+    ),
     *("embedding", "experts"),
 )
 
