@@ -3962,4 +3962,18 @@ MUTATIONS = [
         '"the ids that the filters keep", True, error.fix)',
         "tests/verify/test_filter_rows.py",
     ),
+    Mutation(
+        "self-test: a fault that the engine never met is told as such",
+        "verify/self_test.py",
+        "return REACH.calls != 0",
+        "return True",
+        "tests/faults/test_injected_faults.py::test_a_fault_that_the_engine_never_met_is_not_told_as_a_blind_proof",
+    ),
+    Mutation(
+        "self-test: a fault that the engine has met and no proof has caught is a blind proof",
+        "verify/self_test.py",
+        "return REACH.calls != 0",
+        "return REACH.calls is None",
+        "tests/faults/test_injected_faults.py::test_a_fault_that_the_engine_never_met_is_not_told_as_a_blind_proof",
+    ),
 ]

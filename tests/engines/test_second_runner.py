@@ -1,10 +1,7 @@
-"""What Lockstep changes in vLLM's second model runner, which runs on GPUs only: the names are read from vLLM's sources."""
+"""What Lockstep changes in vLLM's second model runner, which runs on GPUs only. `tests/vllm_facts.py` has the names."""
 
 from __future__ import annotations
 
-import ast
-from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,43 +17,6 @@ from lockstep.engines.vllm.patches.kept_ids import SecondRunnerKeptIds
 from lockstep.errors import InputError
 
 pytestmark = VLLM
-RUNNER, SAMPLER = "v1/worker/gpu/model_runner.py", "v1/worker/gpu/sample/sampler.py"
-
-
-def source(path: str) -> ast.Module:
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return ast.parse((Path(spec.submodule_search_locations[0]) / path).read_text())
-
-
-def class_of(path: str, name: str) -> ast.ClassDef:
-    return next(n for n in ast.walk(source(path)) if isinstance(n, ast.ClassDef) and n.name == name)
-
-
-def arguments(path: str, name: str, method: str) -> list[str]:
-    (found,) = [n for n in class_of(path, name).body if isinstance(n, ast.FunctionDef) and n.name == method]
-    return [argument.arg for argument in found.args.args]
-
-
-def own_names(path: str, name: str) -> set[str]:
-    """Attributes that the class assigns to itself, and its fields."""
-    body = class_of(path, name)
-    stores = {n.attr for n in ast.walk(body) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-    return stores | {n.target.id for n in body.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-
-
-def test_vllm_has_every_name_that_is_replaced_or_read() -> None:
-    assert arguments(RUNNER, "GPUModelRunner", "sample")[:3] == ["self", "hidden_states", "input_batch"]
-    assert {"sampler", "max_num_reqs"} <= own_names(RUNNER, "GPUModelRunner")
-    assert arguments(SAMPLER, "Sampler", "add_request") == ["self", "req_idx", "sampling_params"]
-    places = ["self", "logits", "expanded_idx_mapping", "idx_mapping", "idx_mapping_np"]
-    assert arguments(SAMPLER, "Sampler", "sample")[:5] == places
-    assert "return_sampling_mask" in own_names(SAMPLER, "Sampler")
-    assert "idx_mapping_np" in own_names("v1/worker/gpu/input_batch.py", "InputBatch")
-    assert "sampling_mask_tensors" in own_names("v1/worker/gpu/sample/output.py", "SamplerOutput")
-    assert "counts" in own_names("v1/worker/gpu/sample/output.py", "SamplingMaskTensors")
-    assert "use_v2_model_runner" in own_names("v1/worker/gpu_worker.py", "Worker")
 
 
 def test_sets_are_computed_only_while_a_request_asks_and_larger_ones_become_empty() -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,9 +24,9 @@ from lockstep.tokens.end import end_ids
 from lockstep.verify.faults import backward, learned, learning, losses
 from lockstep.verify.faults.ends import _even_chance
 from lockstep.verify.faults.filters import samples_with
-from lockstep.verify.faults.seams import Fault, Patch, is_vllm
+from lockstep.verify.faults.seams import REACH, Fault, Patch, is_vllm
 from lockstep.verify.run import recover
-from lockstep.verify.self_test import FAULTS, Verdict, print_verdicts, run_self_test
+from lockstep.verify.self_test import FAULTS, Verdict, _verdict, print_verdicts, run_self_test
 from lockstep.verify.stage import Stage
 
 NO_FAULT = Fault("none", "no fault at all", lambda stage: nullcontext())
@@ -326,6 +327,30 @@ def test_what_a_fault_leaves_is_not_taken_for_the_catch_of_the_next_one(stage: S
         "not injected: LockstepError: the engine cannot be restored after the fault before: manifest"
     )
     recover(stage)
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_fault_that_the_engine_never_met_is_not_told_as_a_blind_proof(calls: int) -> None:
+    """Under a CUDA graph, for example, vLLM goes on without a patch."""
+    engine = SimpleNamespace(forward=lambda: None)
+    stage: Any = SimpleNamespace(
+        trainer=SimpleNamespace(proofs=SimpleNamespace(forget_evidence=lambda: None)), kept_weights=nullcontext
+    )
+    fault = Fault("E1b", "a window", lambda _: patch.object(engine, "forward", REACH.of(lambda: None)))
+
+    def attempt(stage: Stage, fault: Fault, injection: Any) -> Verdict:
+        injection.begin()
+        for _ in range(calls):
+            engine.forward()
+        return Verdict(fault.id, fault.what)
+
+    found = _verdict(stage, fault, attempt)
+    console = Console(record=True, width=200, file=io.StringIO())
+    code = print_verdicts([Verdict("W4", "an empty load", caught_by="manifest"), found], console, None)
+    said = console.export_text()
+    assert (found.unreached, code) == ((False, 1) if calls else (True, 3))
+    assert ("NOTHING" in said) is bool(calls)
+    assert ("1 injected, 1 caught, 1 not injected" in said) is (not calls)
 
 
 def test_an_error_fails_the_self_test_and_is_told_in_the_table(tmp_path: Path) -> None:

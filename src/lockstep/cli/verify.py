@@ -80,10 +80,18 @@ def run(words: list[str]) -> int:
 
     def config_with(changes: Mapping[str, int | float]) -> Any:
         more = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-        return build(read([*_with_dtype(words), *sizes, *more], "verify"), StageConfig, VerifyArguments)[1]
+        made = build(read([*_with_dtype(words), *sizes, *more], "verify"), StageConfig, VerifyArguments)[1]
+        return _for_faults(made) if arguments.self_test else made
 
     with libraries_aside():
-        return _verify(arguments, config, config_with)
+        return _verify(arguments, _for_faults(config) if arguments.self_test else config, config_with)
+
+
+def _for_faults(config: Any) -> Any:
+    """The config, with which vLLM compiles nothing: a compiled program or a CUDA graph goes on without the faults."""
+    if config.vllm_mode != "server":
+        config.vllm_engine_kwargs = {**(config.vllm_engine_kwargs or {}), "enforce_eager": True}
+    return config
 
 
 def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:

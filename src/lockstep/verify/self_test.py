@@ -47,7 +47,7 @@ from lockstep.verify.faults import (
     tokens,
     weights,
 )
-from lockstep.verify.faults.seams import Fault
+from lockstep.verify.faults.seams import REACH, Fault
 from lockstep.verify.run import CHECKS, restore
 from lockstep.verify.stage import Stage
 
@@ -79,6 +79,8 @@ QUANTISED_FAULTS = quantised.FAULTS
 
 # A fault that is small in one token needs more of them than `lockstep verify` samples.
 _CHECKS = {**CHECKS, "draws": many_draws}
+# The exit code of a self-test in which every injected fault was caught, and some were not really injected.
+_NOT_INJECTED = 3
 # Number of steps in which a fault can be caught.
 _STEPS = 3
 # In half precision, proofs judge the means of 256 tokens at a time (`PooledGap`). There a fault can be caught until the engine has
@@ -143,6 +145,7 @@ class Verdict:
         moved: in a run that nothing stopped, how far the log-probs of the prompts' tokens moved since the fault began: the mean, in
             nats.
         error: why nothing is known of the fault: it could not be injected, or an error other than a proof's ended the steps.
+        unreached: whether the engine has never called what the fault has put into it. Nothing is known of the proof then.
     """
 
     id: str
@@ -155,6 +158,7 @@ class Verdict:
     way: str = ""
     moved: float = 0.0
     error: str = ""
+    unreached: bool = False
 
 
 def run_self_test(
@@ -225,8 +229,14 @@ class _Injection:
         self.has_begun = False
 
     def begin(self) -> None:
+        REACH.calls = None
         self._stack.enter_context(self._fault.inject(self._stage))
         self.has_begun = True
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the engine has called what the fault has put into it, where the fault counts that."""
+        return REACH.calls != 0
 
     def __enter__(self) -> _Injection:
         return self
@@ -251,7 +261,8 @@ def _verdict(stage: Stage, fault: Fault, attempt: _Attempt, way: str = "") -> Ve
             return replace(verdict, skipped=reason)
         stage.trainer.proofs.forget_evidence()
         with stage.kept_weights(), injection:
-            return replace(attempt(stage, fault, injection), way=way)
+            found = replace(attempt(stage, fault, injection), way=way)
+            return replace(found, unreached=not found.caught_by and not injection.is_reached)
     return _failed(verdict, errors[0], "raised " if injection.has_begun else "not injected: ")
 
 
@@ -350,21 +361,29 @@ def _in_a_run(way: Way, stage: Stage, fault: Fault, injection: _Injection) -> Ve
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a self-test has found: faults that were injected, those that a proof stopped, and those that ended in an error."""
+    """What a self-test has found: faults that were injected, those that a proof stopped, and those that ended in an error.
+
+    Attributes:
+        unreached: faults that the engine has never met. They are not among the injected ones.
+        blind: whether a fault that was injected was not caught, or ended in an error, or a control was.
+    """
 
     injected: int
     caught: int
     errors: int
+    unreached: int
+    blind: bool
     passed: bool
 
 
 def counts_of(verdicts: Sequence[Verdict]) -> Counts:
     """The counts so far. They pass without a miss, an error and a false alarm."""
     faults = [v for v in verdicts if v.id != _CONTROL.id]
-    injected = [v for v in faults if not v.skipped and not v.error]
+    injected = [v for v in faults if not v.skipped and not v.error and not v.unreached]
     caught, errors = sum(bool(v.caught_by) for v in injected), sum(bool(v.error) for v in faults)
     alarms = any(v.caught_by or v.error for v in verdicts if v.id == _CONTROL.id)
-    return Counts(len(injected), caught, errors, caught == len(injected) and not errors and not alarms)
+    blind, unreached = caught < len(injected) or errors > 0 or alarms, sum(v.unreached for v in faults)
+    return Counts(len(injected), caught, errors, unreached, blind, not blind and not unreached)
 
 
 def write_verdicts(verdicts: Sequence[Verdict], file: str | None, *, ended: bool) -> None:
@@ -380,7 +399,11 @@ def write_verdicts(verdicts: Sequence[Verdict], file: str | None, *, ended: bool
 
 
 def print_verdicts(verdicts: list[Verdict], console: Terminal, file: str | None) -> int:
-    """Print the table and "N injected, N caught", and write the JSON file. Returns the exit code."""
+    """Print the table and "N injected, N caught", and write the JSON file.
+
+    Returns:
+        The exit code: 0 if all passed, 3 if nothing is wrong but some faults were not really injected, and otherwise 1.
+    """
     table = Table(box=None, pad_edge=False)
     for name in ("fault", "injected", "caught by", "after"):
         table.add_column(name, overflow="fold")
@@ -394,7 +417,8 @@ def print_verdicts(verdicts: list[Verdict], console: Terminal, file: str | None)
     console.print(table)
     counts = counts_of(verdicts)
     wrong = f", {counts.errors} ended in an error" if counts.errors else ""
-    console.print(f"\n{counts.injected} injected, {counts.caught} caught{wrong}", highlight=False)
+    missed = f", {counts.unreached} not injected" if counts.unreached else ""
+    console.print(f"\n{counts.injected} injected, {counts.caught} caught{wrong}{missed}", highlight=False)
     for control in controls:
         where = f"{escape(control.way)}: " if control.way else ""
         if control.caught_by:
@@ -409,7 +433,7 @@ def print_verdicts(verdicts: list[Verdict], console: Terminal, file: str | None)
             continue
         console.print(said, highlight=False)
     write_verdicts(verdicts, file, ended=True)
-    return 0 if counts.passed else 1
+    return 0 if counts.passed else 1 if counts.blind else _NOT_INJECTED
 
 
 def _cells(verdict: Verdict) -> tuple[str, str]:
@@ -418,4 +442,6 @@ def _cells(verdict: Verdict) -> tuple[str, str]:
         return f"[dim]left out: {escape(verdict.skipped)}", ""
     if verdict.error:
         return f"[bold red]{escape(verdict.error)}", ""
+    if verdict.unreached:
+        return "[bold yellow]not injected: the engine never called what the fault has changed", ""
     return verdict.caught_by or "[bold red]NOTHING", f"{verdict.steps} steps, {verdict.tokens} tokens"

@@ -13,7 +13,7 @@ import lockstep.sync.adapters.push as pushes
 import lockstep.sync.adapters.source as sources
 from lockstep.engines.adapters.receiver import UP
 from lockstep.engines.protocol import LoadedWeights
-from lockstep.verify.faults.seams import Fault, Named, Patch, is_vllm, vllm_worker
+from lockstep.verify.faults.seams import REACH, Fault, Named, Patch, is_vllm, vllm_worker
 from lockstep.verify.stage import Stage
 
 
@@ -89,7 +89,12 @@ def _left_out_of_requests(stage: Stage) -> Patch:
 def _not_applied(stage: Stage) -> Patch:
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
-    return patch.object(BaseLinearLayerWithLoRA, "_apply_lora_to_output", lambda self, x, output: output)
+    def without(self: Any, x: Any, output: Any) -> Any:
+        counted()
+        return output
+
+    counted = REACH.of(lambda: None)
+    return patch.object(BaseLinearLayerWithLoRA, "_apply_lora_to_output", without)
 
 
 def _slot_overwritten(stage: Stage) -> Patch:

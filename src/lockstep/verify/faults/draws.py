@@ -16,6 +16,7 @@ import torch
 import lockstep.rollouts.driver as collecting
 from lockstep.engines.protocol import GenerationRequest, RequestKey
 from lockstep.verify.faults.seams import (
+    REACH,
     Fault,
     Patch,
     at_temperature_one,
@@ -26,6 +27,8 @@ from lockstep.verify.faults.seams import (
 )
 from lockstep.verify.stage import Stage
 
+# Between the positions of two draws with the same seed: more than a completion has.
+_APART = 1 << 20
 # Changes (R, V) logits.
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,7 +43,10 @@ def _samples_from(change: Change, times: int = 1) -> Callable[[Stage], Patch]:
 
 
 def _vllm_samples(stage: Stage, change: Change, times: int) -> Patch:
-    sampler = vllm_worker(stage).model_runner.sampler.topk_topp_sampler
+    sampler = vllm_worker(stage).model_runner.sampler
+    if not hasattr(sampler, "topk_topp_sampler"):
+        return _second_runner_samples(sampler, change, times)
+    sampler = sampler.topk_topp_sampler
     real = sampler.forward
 
     def otherwise(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,7 +54,21 @@ def _vllm_samples(stage: Stage, change: Change, times: int) -> Patch:
         samples = torch.stack([real(change(logits.float()), *rest)[0] for _ in range(times)], -1)
         return _likeliest(samples, reported), reported
 
-    return patch.object(sampler, "forward", otherwise)
+    return patch.object(sampler, "forward", REACH.of(otherwise))
+
+
+def _second_runner_samples(sampler: Any, change: Change, times: int) -> Patch:
+    """The same in vLLM's second model runner, whose noise is a function of seed and position."""
+    real = sampler._sample_random
+
+    def otherwise(
+        logits: torch.Tensor, mapping: Any, places: Any, positions: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, reported = real(logits.clone(), mapping, places, positions, *rest)
+        drawn = [real(change(logits.float()), mapping, places, positions + _APART * i, *rest)[0] for i in range(times)]
+        return _likeliest(torch.stack(drawn, -1), reported), reported
+
+    return patch.object(sampler, "_sample_random", REACH.of(otherwise))
 
 
 def _transformers_samples(change: Change, times: int) -> Patch:

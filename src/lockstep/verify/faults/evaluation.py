@@ -15,6 +15,7 @@ from lockstep.engines.protocol import GenerationRequest
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.verify.faults import draws, ends, losses, tokens
 from lockstep.verify.faults.seams import (
+    REACH,
     Fault,
     Patch,
     at_temperature_one,
@@ -69,7 +70,11 @@ def _vllm_window(stage: Stage) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in context.values():
             if hasattr(layer, "impl"):
-                stack.enter_context(patch.object(layer.impl, "sliding_window", _WINDOW))
+                # vLLM's backends for GPUs hold a pair: how many tokens are seen to the left and to the right.
+                is_pair = isinstance(layer.impl.sliding_window, tuple)
+                window = (_WINDOW - 1, 0) if is_pair else _WINDOW
+                stack.enter_context(patch.object(layer.impl, "sliding_window", window))
+                stack.enter_context(patch.object(layer.impl, "forward", REACH.of(layer.impl.forward)))
         yield
 
 

@@ -24,7 +24,7 @@ from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.config.fields.filters import FilterFields
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.forward.filters.id_rules import IdRules
-from lockstep.verify.faults.seams import Fault, Patch, answers_become, is_vllm, requests_become, user_asks
+from lockstep.verify.faults.seams import REACH, Fault, Patch, answers_become, is_vllm, requests_become, user_asks
 from lockstep.verify.stage import Stage
 
 # A value of each filter that shows in most sets, and the filter that is in force on both sides beside it.
@@ -177,7 +177,7 @@ def _vllm_counts(counted: Any) -> Patch:
         padded = [[*prompt, *[none] * (max(longest, 1) - len(prompt))] for prompt, _ in pairs]
         return honest(logits, torch.tensor(padded).to(prompts), *values, [output for _, output in pairs], **more)
 
-    return patch.object(sampler, "apply_all_penalties", otherwise)
+    return patch.object(sampler, "apply_all_penalties", REACH.of(otherwise))
 
 
 def _transformers_counts(counted: Any) -> Patch:

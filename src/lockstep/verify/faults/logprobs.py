@@ -16,6 +16,7 @@ from lockstep.engines.protocol import Completion, GenerationRequest
 from lockstep.parity.logprobs.rescoring import sequence_logits
 from lockstep.tokens.arrays import Reals, reals
 from lockstep.verify.faults.seams import (
+    REACH,
     Fault,
     Patch,
     answers_become,
@@ -35,7 +36,10 @@ def _raw(stage: Stage) -> Iterator[None]:
         if is_vllm(stage):
             sampler = vllm_worker(stage).model_runner.sampler
             stack.enter_context(patch.object(sampler, "logprobs_mode", "raw_logprobs"))
-            stack.enter_context(patch.object(sampler.topk_topp_sampler, "logprobs_mode", "raw_logprobs"))
+            stack.enter_context(patch.object(sampler, "sample", REACH.of(sampler.sample)))
+            if hasattr(sampler, "topk_topp_sampler"):
+                # The first model runner has the mode in two places, the second one in one.
+                stack.enter_context(patch.object(sampler.topk_topp_sampler, "logprobs_mode", "raw_logprobs"))
         else:
             honest = transformers_engine.processed_logprobs
 
@@ -128,7 +132,7 @@ def _half_head(stage: Stage) -> Iterator[None]:
 
     if is_vllm(stage):
         head = vllm_worker(stage).model_runner.model.lm_head.quant_method
-        with patch.object(head, "apply", lambda layer, x, *args, **kwargs: half(x, layer.weight)):
+        with patch.object(head, "apply", REACH.of(lambda layer, x, *args, **kwargs: half(x, layer.weight))):
             yield
         return
     head = stage.engine._model.get_output_embeddings()  # type: ignore[attr-defined]

@@ -52,6 +52,34 @@ class Fault:
     evaluates: bool = False
 
 
+class Reach:
+    """Counts how often vLLM calls what a fault has put into it.
+
+    A compiled program or a CUDA graph goes on without a patch that comes later. The fault is then absent, and no proof sees it.
+
+    Attributes:
+        calls: number of calls since the fault was injected; None: the fault does not count any.
+    """
+
+    def __init__(self) -> None:
+        self.calls: int | None = None
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, whose calls are counted from now on."""
+        self.calls = self.calls or 0
+
+        def counted(*args: Any, **more: Any) -> Any:
+            assert self.calls is not None
+            self.calls += 1
+            return function(*args, **more)
+
+        return counted
+
+
+# Of the fault that is injected now: there is one at a time.
+REACH = Reach()
+
+
 def needs_single(otherwise: str) -> Callable[[Stage], str]:
     """For `Fault.needs`: an engine in fp32.
 
