@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import needs_vllm
-from tiny import make_model
+from tiny import CONTEXT, make_model
 
+from lockstep import GRPOConfig
 from lockstep.engines.http.requests.messages import generation_body
 from lockstep.engines.protocol import GenerationRequest, Grammar, RequestKey, Sampling
 from lockstep.engines.vllm import in_process as vllm_inprocess
@@ -19,6 +21,7 @@ from lockstep.engines.vllm.requests.check_sent import check_sent, fields_of
 from lockstep.engines.vllm.requests.conversion import sampling_fields, sampling_params
 from lockstep.errors import ProofError
 from lockstep.sync.push import push_weights
+from lockstep.training.memory import Room, RunModels, memory_of_run
 
 
 @pytest.mark.vllm
@@ -114,3 +117,27 @@ def test_vllm_finds_the_weights_of_a_directory_by_its_name(tmp_path: Path) -> No
     loader = DefaultModelLoader(LoadConfig())
     found = loader._prepare_weights(str(tmp_path / "a[1]"), None, None, True, None)
     assert found[1] == [str(tmp_path / "a[1]" / "model.safetensors")]
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_weights_and_cache_have_the_bytes_that_are_counted_before_a_run_loads_its_model(
+    tied_vllm: VLLMInProcess, tied_dir: str, tmp_path: Path
+) -> None:
+    """The cache is cut into whole blocks, so that less than one block of each layer is left over."""
+    config = GRPOConfig(
+        output_dir=str(tmp_path), use_vllm=True, bf16=False, report_to="none", vllm_max_model_length=CONTEXT
+    )
+    room = Room(torch.device("cpu"), "this machine", 2**40)
+    found = {part.name: part.size for part in memory_of_run(config, RunModels(tied_dir), room).parts}
+    assert tied_vllm.llm.apply_model(_weight_bytes) == [found["engine"]]
+    (caches,) = tied_vllm.llm.collective_rpc(lambda worker: [t.nbytes for t in worker.model_runner.kv_caches])
+    blocks = tied_vllm.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    assert found["cache"] - sum(caches) // blocks < sum(caches) <= found["cache"]
+
+
+def _weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of vLLM's parameters. On a CPU, its kernels hold the weights of products, and the parameters are empty."""
+    packed = [m for m in model.modules() if hasattr(m, "input_size_per_partition") and not m.weight.numel()]
+    products = sum(m.input_size_per_partition * m.output_size_per_partition * m.weight.itemsize for m in packed)
+    return products + sum(p.nbytes for p in model.parameters())

@@ -114,7 +114,12 @@ def test_every_part_has_the_bytes_that_the_run_allocates(
     method, model = case.split(",")[0], request.getfixturevalue(f"{kind}_dir")
     counted: list[RunMemory] = []
     count = memory.memory_of_run
-    monkeypatch.setattr(memory, "memory_of_run", lambda *given: counted.append(count(*given)) or counted[-1])
+
+    def counting(*given: Any) -> RunMemory:
+        counted.append(count(*given))
+        return counted[-1]
+
+    monkeypatch.setattr(memory, "memory_of_run", counting)
     run = make(method, model, tmp_path, None, {**FIELDS[method], "use_vllm": False, **fields}, **arguments)  # type: ignore[arg-type]
 
     # What a step does to the memory, without the step.
@@ -231,8 +236,9 @@ def test_the_estimate_of_a_layer_is_what_a_forward_keeps(
     """The slope over layers of everything that PyTorch keeps, without weights: within 3% of the formula's."""
     # A CPU computes a part of the layers again, a GPU does not.
     monkeypatch.setattr(scoring, "products_kept", lambda model: nullcontext())
-    completions = [tuple(range(1, 41)), tuple(range(41, 81))]
-    sequences = [TrainingSequence(f"#{i}", (5, 6, 7), c, (0.0,) * len(c)) for i, c in enumerate(completions)]
+    completions: list[Any] = [tuple(range(1, 41)), tuple(range(41, 81))]
+    prompt: Any = (5, 6, 7)
+    sequences = [TrainingSequence(f"#{i}", prompt, c, c) for i, c in enumerate(completions)]
     (pack,) = pack_sequences(sequences, 10**6)
 
     def kept(layers: int) -> tuple[int, LayerShape]:
@@ -376,7 +382,12 @@ def test_the_line_is_said_once_with_every_part_and_not_for_a_model_that_is_too_s
 ) -> None:
     built: list[object] = []
     build = memory.build_empty
-    monkeypatch.setattr(memory, "build_empty", lambda *given, **more: built.append(given) or build(*given, **more))
+
+    def building(*given: Any, **more: Any) -> Any:
+        built.append(given)
+        return build(*given, **more)
+
+    monkeypatch.setattr(memory, "build_empty", building)
     with caplog.at_level(logging.INFO, "lockstep.training.memory"):
         make("GRPO", untied_dir, tmp_path, hf_engine, {**FIELDS["GRPO"], "beta": 0.1})
     (record,) = caplog.records
