@@ -16,6 +16,7 @@ from lockstep.collector import collector_off
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.engines.vllm.patches.eager import count_without_compiling, import_without_compiler
 from lockstep.engines.vllm.workers.environment import files_in, keep_process_group, process_start, socket_folder
+from lockstep.engines.vllm.workers.kept_process import nothing_frozen
 from lockstep.engines.vllm.workers.leftovers import note, shared_by
 from lockstep.engines.vllm.workers.own import OwnWorker
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
@@ -64,7 +65,7 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
         if not compiles:
             import_without_compiler()
         from vllm import LLM
-    with code_refused():
+    with code_refused(), nothing_frozen():
         if workers > 1:
             return _start_processes(LLM, arguments, workers, resources)
         return _start_here(LLM, arguments, compiles, resources)
