@@ -26,14 +26,14 @@ _PRECISIONS: tuple[Any, ...] = (
     torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
     torch.backends.mkldnn.rnn,  # type: ignore[attr-defined]
 )
-# vLLM reads its own variables later too.
-_OF_VLLM = "VLLM_"
+# vLLM and the libraries of CUDA read these later too.
+_READ_LATER = ("VLLM_", "CUBLAS", "NCCL_")
 
 
 @contextmanager
 def process_kept() -> Iterator[None]:
-    """A context in which vLLM may start. At its end this process has its threads, precisions, random numbers and environment again."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_VLLM)}
+    """A context in which vLLM may start. At its end threads, precisions, random numbers and environment are as before."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_READ_LATER)}
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     dtype, precisions = torch.get_default_dtype(), [place.fp32_precision for place in _PRECISIONS]
     numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -53,7 +53,7 @@ def process_kept() -> Iterator[None]:
         if on_gpus is not None:
             torch.cuda.set_rng_state_all(on_gpus)
         for name in os.environ.keys() - environment.keys():
-            if not name.startswith(_OF_VLLM):
+            if not name.startswith(_READ_LATER):
                 del os.environ[name]
         os.environ.update(environment)
 
