@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -68,5 +69,21 @@ def other_device() -> dict[str, Any]:
     }
 
 
+def determinism() -> dict[str, Any]:
+    names = "CUBLAS_WORKSPACE_CONFIG", "VLLM_BATCH_INVARIANT"
+
+    def after(**fields: Any) -> list[str | None]:
+        config(**fields)
+        return [os.environ.pop(name, None) for name in names]
+
+    found = {
+        "off": after(),
+        "on the cpu": after(use_cpu=True, full_determinism=True),
+        "on": after(full_determinism=True),
+    }
+    os.environ["VLLM_BATCH_INVARIANT"] = "0"
+    return {**found, "of the user": after(full_determinism=True)}
+
+
 if __name__ == "__main__":
-    print(json.dumps({part.__name__: part() for part in (several_gpus, other_device)}))
+    print(json.dumps({part.__name__: part() for part in (several_gpus, other_device, determinism)}))

@@ -58,6 +58,13 @@ def test_another_device_is_no_other_setting_and_the_receipt_notes_it(on_gpus: di
     assert cpu.startswith("CPU (")
 
 
+def test_full_determinism_on_a_gpu_reaches_cuda_and_the_engine(on_gpus: dict[str, Any]) -> None:
+    found = on_gpus["determinism"]
+    assert found["on"] == [":4096:8", "1"]
+    assert found["of the user"] == [":4096:8", "0"]
+    assert found["off"] == found["on the cpu"] == [None, None]
+
+
 @pytest.mark.release
 @pytest.mark.vllm
 @needs_vllm

@@ -445,6 +445,10 @@ def test_an_error_of_the_device_or_of_this_program_stops(
         checked(policy_of(model), tmp_path)
 
 
+def test_a_table_without_float64_is_a_kernel_that_refuses_it() -> None:
+    assert module.refuses_a_dtype(KeyError(torch.float64))
+
+
 def test_gradients_that_are_all_zero_are_no_gradients_that_vanish(model: PreTrainedModel, tmp_path: Path) -> None:
     handles = [p.register_hook(torch.zeros_like) for p in model.parameters()]
     try:

@@ -43,6 +43,7 @@ from lockstep.engines.vllm.requests.conversion import completion, prompt_logprob
 from lockstep.engines.vllm.requests.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
 from lockstep.engines.vllm.sleep import Sleep, SleepLevel, sleep_arguments
 from lockstep.engines.vllm.workers.environment import close_at_exit
+from lockstep.engines.vllm.workers.kept_process import process_kept
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
 from lockstep.engines.vllm.workers.start import start_vllm, workers_of
 from lockstep.errors import InputError, LockstepError, ProofError, foreign_errors, told
@@ -106,7 +107,7 @@ class VLLMInProcess:
         self._failure = ""
         self._resources = ExitStack()
         try:
-            with foreign_errors(f"vLLM cannot load {model}", InputError):
+            with process_kept(), foreign_errors(f"vLLM cannot load {model}", InputError):
                 self._reads_pictures = reads_pictures(load_files(AutoConfig, model))
                 arguments = whole_arguments(
                     model,

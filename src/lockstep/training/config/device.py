@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +31,17 @@ def take_device(config: OnlineConfig, environment: Mapping[str, str]) -> None:
             "CPU trains; set use_cpu to true if this is wanted"
         )
     config.use_cpu = True
+
+
+def ask_for_determinism(config: OnlineConfig, environment: MutableMapping[str, str]) -> None:
+    """Let CUDA's products and vLLM's kernels give the same bits again, if the run asks for it. Both read this when they start.
+
+    transformers makes PyTorch deterministic, which does not reach the engine: vLLM's kernels depend on what else is in the batch,
+    unless it is in its batch-invariant mode. Values of the user's have priority.
+    """
+    if config.full_determinism and torch.cuda.is_available() and not config.use_cpu:
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        environment.setdefault("VLLM_BATCH_INVARIANT", "1")
 
 
 def use_one_gpu(config: OnlineConfig) -> None:

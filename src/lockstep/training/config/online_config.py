@@ -39,7 +39,7 @@ from lockstep.training.config.contradictions import (
     complete_schedule,
     value_of,
 )
-from lockstep.training.config.device import take_device, use_one_gpu
+from lockstep.training.config.device import ask_for_determinism, take_device, use_one_gpu
 from lockstep.training.config.fields.agents import AgentFields
 from lockstep.training.config.fields.colocate import ColocateFields
 from lockstep.training.config.fields.filters import FilterFields
@@ -256,6 +256,7 @@ class OnlineConfig(
         if self.bf16 is None:
             self.bf16 = not self.fp16 and has_fast_bf16()
         take_device(self, os.environ)
+        ask_for_determinism(self, os.environ)
         # The trainer shards the models itself, on a CPU too, so that accelerate must not.
         self.shards = take_settings(self.fsdp, self.fsdp_config, os.environ)  # type: ignore[has-type]
         self.zero = take_zero_settings(self.deepspeed, os.environ)  # type: ignore[has-type]

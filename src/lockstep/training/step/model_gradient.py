@@ -387,6 +387,9 @@ def refuses_a_dtype(trouble: Exception) -> bool:
     """Whether a kernel refuses a dtype, as each library does in its own way. A fault of a device or of memory is another."""
     if isinstance(trouble, NotImplementedError) or type(trouble).__module__.startswith("triton"):
         return True
+    if isinstance(trouble, KeyError):
+        # vLLM's batch-invariant products have a table by dtype.
+        return isinstance(trouble.args[0] if trouble.args else None, torch.dtype)
     text = str(trouble).lower()
     of_machine = any(word in text for word in ("device", "cuda", "out of memory", "allocate memory", "enough memory"))
     of_library = isinstance(trouble, (RuntimeError, TypeError, ValueError)) and not isinstance(trouble, LockstepError)

@@ -22,6 +22,7 @@ from lockstep.engines.vllm.workers.environment import (
     process_start,
     socket_folder,
 )
+from lockstep.engines.vllm.workers.kept_process import nothing_frozen, process_kept
 from lockstep.engines.vllm.workers.leftovers import note, shared_by
 from lockstep.engines.vllm.workers.own import OwnWorker
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
@@ -62,7 +63,7 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
     workers = _import(arguments, compiles)
     from vllm import LLM
 
-    with code_refused():
+    with code_refused(), nothing_frozen():
         if workers > 1:
             return _start_processes(LLM, arguments, workers, resources)
         return _start_here(LLM, arguments, compiles, resources)
@@ -89,7 +90,7 @@ def build_settings(arguments: Mapping[str, Any]) -> None:
     if isinstance(mode := given.get("compilation_config"), int):
         # `vllm.LLM` takes a number here, and gives EngineArgs this.
         given["compilation_config"] = {"mode": mode}
-    with code_refused(), environment_kept():
+    with code_refused(), environment_kept(), process_kept():
         get_model_loader(EngineArgs(**given).create_engine_config(UsageContext.LLM_CLASS).load_config)
 
 
