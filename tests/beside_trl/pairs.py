@@ -245,7 +245,7 @@ def both(
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """The norm of the difference of two gradients over all parameters."""
     assert ours.keys() == theirs.keys()
-    return norm([ours[name] - gradient for name, gradient in theirs.items()])
+    return norm([ours[name].cpu() - gradient.cpu() for name, gradient in theirs.items()])
 
 
 def norm(gradients: Iterable[torch.Tensor]) -> float:
