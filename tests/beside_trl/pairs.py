@@ -245,7 +245,7 @@ def both(
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """The norm of the difference of two gradients over all parameters."""
     assert ours.keys() == theirs.keys()
-    return norm([ours[name] - gradient for name, gradient in theirs.items()])
+    return norm([ours[name].cpu() - gradient.cpu() for name, gradient in theirs.items()])
 
 
 def norm(gradients: Iterable[torch.Tensor]) -> float:
@@ -264,7 +264,10 @@ def assert_same_gradients(ours: Played, theirs: Played, *, cancels: float = CANC
         size = max(norm(expected.values()), cancels * largest)
         assert distance(found, expected) <= limit * size, step
         for name, gradient in expected.items():
-            assert norm([found[name] - gradient]) <= 1e-4 * (norm([gradient]) + 1e-2 * size), (name, step)
+            assert distance({name: found[name]}, {name: gradient}) <= 1e-4 * (norm([gradient]) + 1e-2 * size), (
+                name,
+                step,
+            )
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5, abs=SUMS)
 
 

@@ -43,7 +43,7 @@ def test_the_values_are_those_that_a_layer_multiplies_with(
     assert is_quantised(layer.weight)
     values = dequantised(layer.weight)
     assert values.shape == (layer.out_features, layer.in_features)
-    assert torch.equal(layer(torch.eye(layer.in_features)).T, values)
+    assert torch.equal(layer(torch.eye(layer.in_features, device=values.device)).T, values)
     # Four bits hold sixteen values per block.
     assert len(values.flatten()[:64].unique()) <= 16
     assert layer.weight.quant_state.dtype == dtype
@@ -54,9 +54,9 @@ def test_a_model_that_is_run_before_it_is_trained_keeps_its_gradients(untied_dir
     prevent_packing(model)
     model.eval()
     with torch.no_grad():
-        model(torch.tensor([[5, 6, 7]]))
+        model(torch.tensor([[5, 6, 7]], device=model.device))
     model.train()
-    model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    model(torch.tensor([[5, 6, 7]], device=model.device)).logits.sum().backward()
     first = model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default")
     assert first.weight.grad is not None
     assert float(first.weight.grad.abs().sum()) > 0
@@ -92,7 +92,8 @@ def test_a_plain_model_with_what_is_sent_computes_what_the_quantised_one_does(
     untied_dir: str, fields: dict[str, Any]
 ) -> None:
     model, plain = adapted(quantised(untied_dir), **fields).train(), load_policy(untied_dir)
-    ids = torch.tensor([[5, 6, 7, 8]])
+    plain.to(model.device)
+    ids = torch.tensor([[5, 6, 7, 8]], device=model.device)
     with torch.no_grad():
         before = plain(ids).logits
         plain.load_state_dict(dict(weights_of(model)), strict=False)

@@ -56,7 +56,8 @@ class StopAfter(TrainerCallback):
 
 
 def parameters(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in module.named_parameters()} if module is not None else {}
+    """Copies of a module's parameters, on the host."""
+    return {name: p.detach().clone().cpu() for name, p in module.named_parameters()} if module is not None else {}
 
 
 def reference_of(run: OnlineTrainer) -> Any:
