@@ -3,6 +3,8 @@
 | part | what runs |
 |---|---|
 | self-test | `lockstep verify --self-test` on the packaged model, in float32 and in bfloat16, whole |
+| vLLM for GPUs | the same self-test in float32 on a tiny model with vLLM's second model runner on the pretend GPU, whole, and the tests \
+of a server and of `verify` there |
 | kill sweep | a sample of the cases of `scripts/kill_sweep.py`: commands that are killed at one of their file operations |
 | release tests | the tests marked `release`, in an order that the seed draws, until the time of this part is over |
 | mutations | the cases of `scripts/mutation_cases.py`, in an order that the seed draws, until the three hours are over |
@@ -30,7 +32,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +87,9 @@ class Part:
     run: Callable[[int, float], list[Result]]
 
 
-def run_program(command: Sequence[object], until: float, log: Path, root: Path = ROOT) -> int | None:
+def run_program(
+    command: Sequence[object], until: float, log: Path, root: Path = ROOT, env: Mapping[str, str] = os.environ
+) -> int | None:
     """Run a program with one thread. Returns its exit code; None: its time was over, and it was killed with its children."""
     settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": "ERROR"}
     with log.open("w", encoding="utf-8") as output:
@@ -95,7 +99,7 @@ def run_program(command: Sequence[object], until: float, log: Path, root: Path =
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **settings},
+            env={**env, **settings},
             start_new_session=True,
         )
         try:
