@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env dev environments train train-agent train-images test test-long test-release test-cuda vllm-facts mutations nightly lint verify families bench start-up waiting host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer
+.PHONY: env dev environments train train-agent train-images test test-long test-release test-cuda test-cuda-vllm vllm-facts mutations nightly lint verify families bench start-up waiting host-cost gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer
 
 # Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
 # tests, linters and benchmarks need, 1.5 GB more.
@@ -153,6 +153,10 @@ test-release: dev
 # The suite, or a part of it, with the pretend GPU on (docs/internals/pretend-gpu.md). By hand, before a release.
 test-cuda: dev
 	@PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTEST) -p pretend_cuda.plugin -n 2 -m "not release" $(ARGS)
+
+# The tests with vLLM, or a part of them, with vLLM's CUDA path on the pretend GPU (docs/internals/engines.md). By hand, before a release.
+test-cuda-vllm: dev
+	@PYTHONPATH=tests/pretend_cuda/vllm/site$(if $(PYTHONPATH),:$(PYTHONPATH)) PRETEND_GIB=4 $(PYTEST) -n 2 -m "vllm and not release" $(ARGS)
 
 # Reads what Lockstep relies on from another release of vLLM, into tests/vllm_facts_VERSION.json: make vllm-facts VERSION=0.33.0
 vllm-facts: dev

@@ -3,6 +3,7 @@
 | part | what runs |
 |---|---|
 | self-test | `lockstep verify --self-test` on the packaged model, in float32 and in bfloat16, whole |
+| vLLM for GPUs | vLLM's second model runner on the pretend GPU: a server, `verify`, and a whole self-test of a tiny model |
 | kill sweep | a sample of the cases of `scripts/kill_sweep.py`: commands that are killed at one of their file operations |
 | release tests | the tests marked `release`, in an order that the seed draws, until the time of this part is over |
 | mutations | the cases of `scripts/mutation_cases.py`, in an order that the seed draws, until the three hours are over |
@@ -30,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,9 @@ class Part:
     run: Callable[[int, float], list[Result]]
 
 
-def run_program(command: Sequence[object], until: float, log: Path, root: Path = ROOT) -> int | None:
+def run_program(
+    command: Sequence[object], until: float, log: Path, root: Path = ROOT, env: Mapping[str, str] = os.environ
+) -> int | None:
     """Run a program with one thread. Returns its exit code; None: its time was over, and it was killed with its children."""
     settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_LOGGING_LEVEL": "ERROR"}
     with log.open("w", encoding="utf-8") as output:
@@ -95,7 +98,7 @@ def run_program(command: Sequence[object], until: float, log: Path, root: Path =
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **settings},
+            env={**env, **settings},
             start_new_session=True,
         )
         try:
@@ -124,29 +127,64 @@ def self_tests(seed: int, until: float, words: Sequence[object] = (PYTHON.parent
     """
 
     def one(dtype: str) -> Result:
-        name, start = f"self-test, {dtype}", time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            file, log = Path(folder) / "verdicts.json", Path(folder) / "log"
-            command = [*words, "verify", "--model", MODEL, "--self-test", "--dtype", dtype, "--json", file]
-            code = run_program(command, until, log)
-            seconds = time.monotonic() - start
-            if code:
-                show_end(f"{name}: exit code {code}", log)
-            if not file.exists():
-                said = "NOT ENDED in its time" if code is None else f"NO VERDICTS, exit code {code}"
-                return Result(name, 0, 0, seconds, said=said)
-            found = json.loads(file.read_text(encoding="utf-8"))
-        injected, errors = found["injected"], found["errors"]
-        faults = sum(verdict["id"] != "-" for verdict in found["faults"])
-        failed = injected - found["caught"] + errors
-        # A false alarm of a control is in no count of faults.
-        said = "" if code == 0 or failed else f"FAILED, exit code {code}"
-        if not found["ended"]:
-            said = "NOT ENDED in its time" if code is None else f"NOT ENDED, exit code {code}"
-        return Result(name, injected + errors, faults, seconds, failed, said)
+        return _self_test(f"self-test, {dtype}", words, MODEL, dtype, until)
 
     with ThreadPoolExecutor(LANES) as pool:
         return list(pool.map(one, ("float32", "bfloat16")))
+
+
+def _self_test(
+    name: str, words: Sequence[object], model: str, dtype: str, until: float, env: Mapping[str, str] = os.environ
+) -> Result:
+    """One whole self-test.
+
+    Args:
+        words: the command line before `verify`.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        file, log = Path(folder) / "verdicts.json", Path(folder) / "log"
+        command = [*words, "verify", "--model", model, "--self-test", "--dtype", dtype, "--json", file]
+        code = run_program(command, until, log, env=env)
+        seconds = time.monotonic() - start
+        if code:
+            show_end(f"{name}: exit code {code}", log)
+        if not file.exists():
+            said = "NOT ENDED in its time" if code is None else f"NO VERDICTS, exit code {code}"
+            return Result(name, 0, 0, seconds, said=said)
+        found = json.loads(file.read_text(encoding="utf-8"))
+    injected, errors = found["injected"], found["errors"]
+    faults = sum(verdict["id"] != "-" for verdict in found["faults"])
+    failed = injected - found["caught"] + errors
+    # A false alarm of a control is in no count of faults.
+    said = "" if code == 0 or failed else f"FAILED, exit code {code}"
+    if not found["ended"]:
+        said = "NOT ENDED in its time" if code is None else f"NOT ENDED, exit code {code}"
+    return Result(name, injected + errors, faults, seconds, failed, said)
+
+
+def gpu_runner(seed: int, until: float, words: Sequence[object] = (PYTHON.parent / "lockstep",)) -> list[Result]:
+    """vLLM's second model runner on the pretend GPU: the tests of its server and of `verify`, and a whole self-test.
+
+    Args:
+        words: the command line before `verify`.
+    """
+    sys.path.insert(0, str(ROOT / "tests"))
+    from pretend_cuda.vllm.environment import environment
+
+    name, start = "vLLM for GPUs", time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        log, report, model = (Path(folder) / part for part in ("log", "report.xml", "model"))
+        pytest = [PYTHON, "-m", "pytest", "-m", "release", "-q", "-p", "no:cacheprovider", "--junitxml", report]
+        code = run_program([*pytest, "tests/pretend_cuda/vllm/test_vllm_runs.py"], until, log)
+        found = counted(report) if report.exists() else Counter(failed=1)
+        if code or found["failed"]:
+            show_end(f"{name}, tests: exit code {code}", log)
+        failed = found["failed"] or int(bool(code))
+        tests = Result(f"{name}, tests", found["ran"], found["ran"], time.monotonic() - start, failed)
+        save = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r}); from pathlib import Path; import tiny; "
+        run_program([PYTHON, "-c", f"{save}tiny.save_model(Path({str(model)!r}))"], until, log)
+        return [tests, _self_test(f"{name}, self-test", words, str(model), "float32", until, environment())]
 
 
 def kill_sweep(seed: int, until: float, more: Sequence[str] = ("--most", "100000")) -> list[Result]:
@@ -233,7 +271,8 @@ def _cases(name: str, script: str, judged: str, seed: int, until: float, more: S
 
 PARTS = (
     Part("self-test", 0.6, self_tests),
-    Part("kill sweep", 0.7, kill_sweep),
+    Part("vLLM for GPUs", 0.65, gpu_runner),
+    Part("kill sweep", 0.72, kill_sweep),
     Part("release tests", 0.85, release_tests),
     Part("mutations", 1.0, mutations),
 )

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from by_the_book import kept_set, shaped
 from methods import GROUPS, lora, make
@@ -221,6 +223,35 @@ def first_runner() -> dict[str, Any]:
         del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
 
 
+def server() -> dict[str, Any]:
+    """A server, whose processes have devices of their own, and two proven steps of a trainer that pushes to it."""
+    from servers import KEY, free_port
+
+    from lockstep.server.keys import KEY_VARIABLE
+
+    os.environ[KEY_VARIABLE] = KEY
+    url, port = "http://127.0.0.1:", free_port()
+    command = [sys.executable, "-m", "lockstep.cli.main", "serve", model_folder(), "--port", str(port)]
+    process = subprocess.Popen([*command, "--dtype", "float32", "--max_model_len", str(LENGTH)])
+    try:
+        for _ in range(300):
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{url}{port}/health", timeout=5, trust_env=False).status_code == 200:
+                    break
+            assert process.poll() is None, "the server has ended"
+            time.sleep(1)
+        fields = {**GROUPS, "max_steps": 2, "use_vllm": True, "vllm_server_base_url": f"{url}{port}"}
+        trainer = make("GRPO", model_folder(), FOLDER / "server", None, fields)  # type: ignore[arg-type]
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        device = str(trainer.model.device)
+        trainer.close()
+        return {"steps": len(logs), "gap": max(log["parity/max_abs_gap"] for log in logs), "device": device}
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
 def stand_ins() -> dict[str, Any]:
     from pretend_cuda.vllm.stand_ins import STAND_INS
 
@@ -247,7 +278,7 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
 def main(file: str, *names: str) -> None:
     found = {}
     for name in names or RUNS:
-        found[name] = noted(RUNS[name])
+        found[name] = noted(server if name == "server" else RUNS[name])
         Path(file).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +151,25 @@ def test_a_stand_in_is_within_rounding_of_its_reference(runs: dict[str, Any], na
     limits = LIMITS.get(name, {})
     assert {key: value for key, value in found.items() if not value <= limits.get(key, 0.0)} == {}
     assert limits.keys() <= found.keys()
+
+
+@pytest.mark.release
+def test_a_server_on_the_second_runner_gets_proven_pushes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pretend_cuda.vllm.runs", str(tmp_path / "found.json"), "server"]
+    assert subprocess.run(command, env=environment(), timeout=600).returncode == 0
+    found = of(json.loads((tmp_path / "found.json").read_text(encoding="utf-8")), "server")
+    assert (found["steps"], found["device"]) == (2, "cuda:0")
+    assert 0 < found["gap"] < FP32
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_verify_passes_on_the_second_runner(untied_dir: str, dtype: str) -> None:
+    command = [sys.executable, "-m", "lockstep.cli.main", "verify", "--model", untied_dir, "--engine", "vllm"]
+    run = subprocess.run(
+        [*command, "--dtype", dtype], env=environment(), capture_output=True, text=True, encoding="utf-8", timeout=600
+    )
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
 
 
 def test_every_stand_in_has_a_test(runs: dict[str, Any]) -> None:
