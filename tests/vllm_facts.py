@@ -127,6 +127,8 @@ vllm.v1.worker.gpu.sample
 vllm.v1.worker.gpu.sample.bad_words
   ~ if num_bad_words > max_num_bad_words:
   ~ if len(flattened_tokens) > max_total_tokens:
+vllm.v1.worker.gpu.sample.penalties
+  bincount(expanded_idx_mapping, all_token_ids, prompt_len, prefill_len, prompt_bin_mask, output_bin_counts)
 vllm.v1.sample.ops.topk_topp_triton
   # how near the search comes to the edge of top-p: parity/sampling/filter_bounds.py
   _SPLIT_MAX_BATCH = 64

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from conftest import needs_vllm
 
 from lockstep import GRPOConfig
+from lockstep.engines.vllm.workers import start
 from lockstep.engines.vllm.workers.environment import keep_process_group, process_start, socket_folder
 from lockstep.engines.vllm.workers.start import number_of_workers
 from lockstep.errors import InputError
@@ -202,3 +204,26 @@ def test_trls_parameter_of_the_same_meaning() -> None:
         check_parameters({**given, "engine": object()})
     with pytest.warns(UserWarning, match="no effect with servers"):
         check_parameters({**given, "mode": "server"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exact"),
+    [
+        ({"dtype": "float32"}, True),
+        ({"dtype": "bfloat16", "hf_overrides": {"head_dtype": "float32"}}, True),
+        ({"dtype": "bfloat16"}, False),
+    ],
+)
+def test_triton_rounds_no_float32_of_an_engine_in_this_process(
+    arguments: dict[str, Any], exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM is not started: the setting is made before it is imported."""
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "")
+    monkeypatch.delenv("TRITON_F32_DEFAULT")
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setattr(start, "use_private_caches", lambda: None)
+    monkeypatch.setattr(start, "vllm_installed", lambda: False)
+    with pytest.raises(InputError, match="not installed"):
+        start.start_vllm(arguments, ExitStack())
+    assert os.environ.get("TRITON_F32_DEFAULT") == ("ieee" if exact else None)

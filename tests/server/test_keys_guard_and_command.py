@@ -457,6 +457,13 @@ class TestCommand:
         made = environment(KEY, options(untied_dir), {"PYTHONPATH": ":/a::/b:"})
         assert (made["PYTHONSAFEPATH"], made["PYTHONPATH"]) == ("1", "/a:/b")
 
+    def test_triton_rounds_no_float32_unless_the_user_says_so(self, untied_dir: str) -> None:
+        name, half = "TRITON_F32_DEFAULT", options(untied_dir, dtype=torch.bfloat16)
+        single = options(untied_dir, dtype=torch.float32)
+        assert [environment(KEY, o, {}).get(name) for o in (single, half)] == ["ieee", None]
+        assert environment(KEY, options(untied_dir, dtype=torch.bfloat16, fp32_head=True), {})[name] == "ieee"
+        assert environment(KEY, single, {name: "tf32"})[name] == "tf32"
+
     def test_memory_on_a_cpu_does_not_grow_with_the_shapes_seen_unless_the_user_says_so(
         self, untied_dir: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:

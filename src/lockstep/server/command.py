@@ -25,7 +25,7 @@ from lockstep.engines.vllm.arguments import (
 )
 from lockstep.engines.vllm.refused import refuse_family
 from lockstep.engines.vllm.requests.pictures import picture_arguments
-from lockstep.engines.vllm.workers.environment import LOOPBACK, cpu_settings
+from lockstep.engines.vllm.workers.environment import LOOPBACK, cpu_settings, exact_products
 from lockstep.errors import InputError
 from lockstep.images.files import LARGEST
 from lockstep.model_files import load_files
@@ -143,6 +143,7 @@ def environment(key: str, options: ServeOptions, given: Mapping[str, str] = os.e
     defaults = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     # vLLM itself opens a closed list of formats, without Ghostscript's, and compares the header's size with this number.
     defaults["VLLM_MAX_IMAGE_PIXELS"] = str(LARGEST)
+    defaults |= exact_products(options.dtype, torch.float32 if options.fp32_head else options.dtype)
     names = _given(options.rest)
     if not torch.cuda.is_available():
         defaults |= cpu_settings(len(os.sched_getaffinity(0)))

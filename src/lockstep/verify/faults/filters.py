@@ -156,11 +156,16 @@ def _prompt_counted(stage: Stage) -> Patch:
 
 @contextmanager
 def _counting_otherwise(stage: Stage, asked: dict[str, Any], counted: Any) -> Iterator[None]:
-    with samples_with(stage, **asked), _vllm_counts(counted) if is_vllm(stage) else _transformers_counts(counted):
+    with (
+        samples_with(stage, **asked),
+        _vllm_counts(stage, counted) if is_vllm(stage) else _transformers_counts(counted),
+    ):
         yield
 
 
-def _vllm_counts(counted: Any) -> Patch:
+def _vllm_counts(stage: Stage, counted: Any) -> Patch:
+    if stage.engine.settings().second_runner:
+        return _second_runner_counts(counted)
     import vllm.v1.sample.sampler as sampler
 
     honest = sampler.apply_all_penalties
@@ -178,6 +183,31 @@ def _vllm_counts(counted: Any) -> Patch:
         return honest(logits, torch.tensor(padded).to(prompts), *values, [output for _, output in pairs], **more)
 
     return patch.object(sampler, "apply_all_penalties", REACH.of(otherwise))
+
+
+def _second_runner_counts(counted: Any) -> Patch:
+    """The same in vLLM's second model runner, which counts the ids of a request once, when it comes."""
+    import vllm.v1.worker.gpu.sample.penalties as penalties
+
+    honest = penalties.bincount
+
+    def otherwise(
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        filled: Any,
+        in_prompt: Any,
+        counts: Any,
+        *rest: Any,
+    ) -> None:
+        honest(rows, ids, lengths, filled, in_prompt, counts, *rest)
+        for row in rows.tolist():
+            prompt, output = counted(ids[row, : int(lengths[row])].tolist(), [])
+            if not prompt:
+                in_prompt[row].zero_()
+            counts[row] += torch.bincount(torch.tensor(output, dtype=torch.long), minlength=counts.shape[1]).to(counts)
+
+    return patch.object(penalties, "bincount", REACH.of(otherwise))
 
 
 def _transformers_counts(counted: Any) -> Patch:

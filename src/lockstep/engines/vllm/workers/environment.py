@@ -53,6 +53,15 @@ def cpu_settings(threads: int) -> dict[str, str]:
     }
 
 
+def exact_products(*dtypes: object) -> dict[str, str]:
+    """Settings for an engine of which a part computes in one of these dtypes, or dtypes with these names.
+
+    By default Triton's kernels, such as vLLM's attention in float32, round float32 numbers to 11 bits before they multiply them
+    (TF32), whatever PyTorch's own setting is.
+    """
+    return {"TRITON_F32_DEFAULT": "ieee"} if {torch.float32, "float32"} & set(dtypes) else {}
+
+
 @contextmanager
 def socket_folder() -> Iterator[Path]:
     """A new folder for the sockets and temporary files of vLLM's processes. Only this user can open it.

