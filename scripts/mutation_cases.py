@@ -92,6 +92,7 @@ BESIDE_RANKS = ("training/generate/engine.py", WORKER_START)
 COLOCATED = ("training/config/fields/colocate.py", WORKER_START)
 ENDS_SENT = ("engines/vllm/requests/conversion.py", "tests/engines/test_vllm_requests.py::test_a_request_that_names")
 DIRECTORY = ("training/generate/engine.py", "tests/training/test_engine_choice.py")
+MEMORY = ("training/memory.py", "tests/training/test_memory.py")
 SHARED_MEMORY = ("models/shared_memory.py", "tests/models/test_adapted_models.py")
 POSITIONS = ("training/generate/engine.py", "tests/training/test_family_attention.py")
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
@@ -927,6 +928,26 @@ MUTATIONS = [
     ),
     _of(DIRECTORY, "another tokenizer in the directory of the engine", "if texts and (other", "if False and (other"),
     _of(BAD_WORDS, "requests without end tokens", "end_ids=tuple(end_ids),", "end_ids=(),"),
+    _of(MEMORY, "moments are counted of every tensor", "total += count * sum(", "total += sum("),
+    _of(MEMORY, "a shard is rounded up", "math.ceil(n / ranks)", "n // ranks"),
+    _of(
+        MEMORY,
+        "swap and mapped files are no reason to refuse a run",
+        "memory.exact(mapped=False) > room.size + room.beyond:",
+        "memory.exact() > room.size:",
+    ),
+    _of(MEMORY, "no gradients exist while the engine samples", 'if p.when in ("always", when)', "if when"),
+    _of(
+        MEMORY, "embeddings keep 32-bit moments", 'arguments.get("optim_bits") == 8', 'arguments.get("optim_bits") == 9'
+    ),
+    _of(MEMORY, "each product has a copy of its input under autocast", "copies = 5 if casts else 2", "copies = 2"),
+    Mutation(
+        "a run that cannot fit is refused before its model is loaded",
+        "training/trainers/online.py",
+        'self.ranks.on_owner("memory", lambda: check_memory(args, models))',
+        "del models",
+        MEMORY[1],
+    ),
     _of(SHARED_MEMORY, "two trained parameters in one memory", "if earlier := int(place.max()):", "if earlier := 0:"),
     _of(
         POSITIONS, "sequences on both sides of longrope's border", "and longest > border:", "and longest > 2 * border:"

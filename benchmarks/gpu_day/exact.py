@@ -82,3 +82,79 @@ def gaps(sizes: Sizes, number: int) -> Iterator[Row]:
             steps = 12 if sizes.repeats > 1 else 1
             row |= clean_steps(path, steps, dtype, 1.5, fields, engine="transformers", seed=0, deadline=math.inf)
     yield row
+
+
+def memory(sizes: Sizes) -> Iterator[Row]:
+    """What `training/memory.py` says before a model is loaded, beside what the device allocates.
+
+    The rows of one optimizer step compare exact counts. The other rows compare the estimate of activations with the peak of a
+    forward and its backward.
+    """
+    import torch
+
+    from benchmarks.gpu_day.measuring import forget, make_model, peak, synchronize
+    from benchmarks.gpu_day.parts import _GROUP, _sequences
+    from lockstep.training.batch.pack import pack_sequences
+    from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+    from lockstep.training.forward.scoring import score_pack
+    from lockstep.training.memory import Pass, activation_bytes, layer_shape, moment_bytes, sizes_of, weight_bytes
+
+    where, chunk = device(), 512
+    on_gpu = where.type == "cuda"
+    model: Any
+    parameter: Any
+    optimizer: Any
+    (pack,) = pack_sequences(_sequences([500 if sizes.repeats > 1 else 12] * _GROUP, sizes.shape["vocab_size"]), 10**6)
+    for weights, half in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True)):
+        for checkpointing in (False, True):
+            name = f"weights {str(weights)[6:]}{', autocast bf16' if half and weights == torch.float32 else ''}"
+            row: Row = {"what": f"activations of {pack.input_ids.numel()} positions", "dtype": name}
+            row["recomputed"] = "layers" if checkpointing else "nothing"
+            model = parameter = optimizer = None
+            give_memory_back()
+            with told(row):
+                empty = torch.cuda.memory_allocated() if on_gpu else 0
+                model = make_model(sizes).to(weights)
+                adopt_tree_attention(model)
+                model.to(where).train()
+                if checkpointing:
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                # The first pass makes what libraries keep, such as the workspace of cuBLAS.
+                for _ in range(2):
+                    synchronize()
+                    held = torch.cuda.memory_allocated() if on_gpu else 0
+                    forget()
+                    with torch.autocast(where.type, torch.bfloat16, enabled=half):
+                        logps = score_pack(model, pack.to(where), 1.0, chunk).logps
+                    logps.sum().backward()
+                    synchronize()
+                    highest = peak() - held
+                    del logps
+                shape = layer_shape(model)
+                assert shape is not None
+                work = Pass(
+                    pack.input_ids.numel(), weights.itemsize, 2 if half else weights.itemsize, chunk, checkpointing,
+                    None if on_gpu else weight_bytes(model),
+                )  # fmt: skip
+                row |= _beside(activation_bytes(shape, work), highest if on_gpu else None)
+            yield row
+            if not checkpointing:
+                row = {"what": "weights, gradients and moments after a step", "dtype": name, "recomputed": ""}
+                with told(row):
+                    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+                    optimizer.step()
+                    trained = sizes_of(model.parameters())
+                    counted = weight_bytes(model) + sum(size.size for size in trained)
+                    counted += moment_bytes(trained, torch.optim.AdamW, {"fused": True})
+                    row |= _beside(counted, torch.cuda.memory_allocated() - empty if on_gpu else None)
+                yield row
+
+
+def _beside(said: int, allocated: int | None) -> Row:
+    """The two figures, and how far the first is from the second. Without a GPU nothing is measured."""
+    row: Row = {"said, MiB": said / 2**20}
+    if allocated is None:
+        return row | {"is": "not measured without a GPU"}
+    return row | {"allocated, MiB": allocated / 2**20, "said ÷ allocated": said / allocated}

@@ -127,6 +127,13 @@ _GAPS = (
     "stopped",
 )
 EXACT = {
+    "memory": Part(
+        "The memory that is said before a model is loaded, and what the device allocates",
+        "memory",
+        40,
+        ("what", "dtype", "recomputed", "said, MiB", "allocated, MiB", "said ÷ allocated", "is"),
+        file="exact",
+    ),
     "repeats": Part("The same run twice", "repeats", 140, ("run", "is"), file="exact"),
     **{
         f"gaps-{dtype}": Part("Gaps of clean steps, and one fault", "gaps", 140, _GAPS, number, "exact")

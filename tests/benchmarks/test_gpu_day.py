@@ -69,6 +69,7 @@ def test_every_part_runs_at_a_tiny_size_and_finds_right_gradients(tmp_path: Path
     assert [row["way"] for row in found["timeline"]] == ["lockstep", "lockstep, a wait at each phase's end", "trl"]
     assert len(found["digests"]) == 6
     assert [row["device"] for number in range(3) for row in found[f"runs-{number}"]] == ["cpu"] * 3
+    assert [row["is"] for row in found["memory"]] == ["not measured without a GPU"] * 9
     assert found["repeats"][0]["is"] == "equal in all 7 logs"
     # In bf16 a gap of 1.5 nats is within the limits of so few tokens.
     assert found["gaps-fp32"][0]["stopped"], "the injected fault passed in fp32"

@@ -23,6 +23,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from benchmarks.plan import run as plan
 from lockstep import GRPOConfig
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
@@ -178,6 +179,12 @@ def test_a_reward_model_and_the_engine_of_transformers_are_counted_as_they_are_l
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scorer", dtype="auto")
     assert sizes(found)["reward models"] == held(states_of(loaded))
     assert sizes(found)["engine"] == held(states_of(hf_engine._model))
+
+
+def test_the_plan_of_a_cluster_counts_the_same_bytes_per_parameter(untied_dir: str, tmp_path: Path) -> None:
+    found = sizes(memory.memory_of_run(config_of(tmp_path), RunModels(untied_dir, own_engine=True), CPU))
+    parameters = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(untied_dir).parameters())
+    assert sum(found.values()) / parameters == pytest.approx(plan._STATE_BYTES, rel=1e-2)
 
 
 def test_shards_are_the_largest_that_a_rank_holds(tied_dir: str) -> None:

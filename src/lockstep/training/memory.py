@@ -316,11 +316,9 @@ def _empty(kind: Any, config: Any, dtype: torch.dtype, quantization_config: Any 
         if dtype != torch.float32:
             _keep_in_float32(model)
         if quantization_config is not None:
-            from transformers.quantizers.auto import AutoHfQuantizer
+            from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-            AutoHfQuantizer.from_config(quantization_config, pre_quantized=False).preprocess_model(
-                model, device_map=None
-            )
+            Bnb4BitHfQuantizer(quantization_config, pre_quantized=False).preprocess_model(model, device_map=None)
     return model
 
 
