@@ -21,7 +21,7 @@ import torch
 _PRECISIONS: tuple[Any, ...] = (
     torch.backends.cuda.matmul,
     torch.backends.cudnn.conv,  # type: ignore[attr-defined]
-    torch.backends.cudnn.rnn,  # type: ignore[attr-defined]
+    torch.backends.cudnn.rnn,
     torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
     torch.backends.mkldnn.conv,  # type: ignore[attr-defined]
     torch.backends.mkldnn.rnn,  # type: ignore[attr-defined]
