@@ -1359,6 +1359,20 @@ MUTATIONS = [
         "tests/training/test_device.py::test_full_determinism_on_a_gpu_reaches_cuda_and_the_engine",
     ),
     Mutation(
+        "another thread reads a GPU's tensor before it is written",
+        "models/cuda.py",
+        "torch.cuda.current_stream(tensor.device).wait_event(event)",
+        "pass",
+        "tests/training/test_device.py::test_another_thread_reads_a_tensor_of_a_gpu_only_after_the_callers_stream_has_written_it",
+    ),
+    Mutation(
+        "cuDNN computes attention",
+        "models/cuda.py",
+        "torch.backends.cuda.enable_cudnn_sdp(False)",
+        "pass",
+        "tests/training/test_device.py::test_cudnn_computes_no_attention_and_convolutions_round_as_products_do",
+    ),
+    Mutation(
         "a check that was not made is not counted",
         "training/loop.py",
         "for why in sorted({why for _, why in found if why}):",

@@ -11,8 +11,10 @@ import io
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -23,8 +25,11 @@ pretend_cuda.activate()
 import torch
 
 from lockstep import GRPOConfig
+from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.engines.vllm.workers.start import number_of_workers
 from lockstep.errors import InputError
+from lockstep.models.base_digest import _digest
+from lockstep.parity.resume.checkpoint import memory_digests
 from lockstep.parity.resume.surroundings import surroundings
 from lockstep.training.run_files.run_identity import curve_settings
 
@@ -85,5 +90,49 @@ def determinism() -> dict[str, Any]:
     return {**found, "of the user": after(full_determinism=True)}
 
 
+def reads_in_other_threads() -> dict[str, Any]:
+    """For each digest: how many tensors of the GPU another thread has read, and how many of them before they were written."""
+    of_thread, reads, detach = threading.local(), [], torch.Tensor.detach
+    here = threading.get_ident()
+
+    class Stream:
+        def record_event(self) -> int:
+            return threading.get_ident()
+
+        def wait_event(self, event: int) -> None:
+            of_thread.event = event
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_cuda and threading.get_ident() != here:
+            reads.append(getattr(of_thread, "event", None) == here)
+            of_thread.event = None
+        return detach(tensor)
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    works = {
+        "push": lambda: tensor_specs(list(model.named_parameters())),
+        "base": lambda: _digest(list(model.named_parameters())),
+        "checkpoint": lambda: memory_digests({"model": model}, optimizer, schedule),
+    }
+    found = {}
+    with (
+        patch.object(torch.cuda, "current_stream", lambda device=None: Stream()),
+        patch.object(torch.Tensor, "detach", noted),
+    ):
+        for name, work in works.items():
+            reads.clear()
+            work()
+            found[name] = [len(reads), reads.count(False)]
+    return found
+
+
 if __name__ == "__main__":
-    print(json.dumps({part.__name__: part() for part in (several_gpus, other_device, determinism)}))
+    print(
+        json.dumps(
+            {part.__name__: part() for part in (several_gpus, other_device, determinism, reads_in_other_threads)}
+        )
+    )

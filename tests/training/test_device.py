@@ -16,7 +16,7 @@ from conftest import needs_vllm
 
 from lockstep import GRPOConfig
 from lockstep.errors import InputError
-from lockstep.models.cuda import check_driver, unused_gpus
+from lockstep.models.cuda import check_driver, prepare_cuda, unused_gpus
 from lockstep.parity.receipt import RECEIPT, read_receipt
 
 _PROGRAM = Path(__file__).parent / "on_a_pretend_gpu.py"
@@ -63,6 +63,29 @@ def test_full_determinism_on_a_gpu_reaches_cuda_and_the_engine(on_gpus: dict[str
     assert found["on"] == [":4096:8", "1"]
     assert found["of the user"] == [":4096:8", "0"]
     assert found["off"] == found["on the cpu"] == [None, None]
+
+
+def test_another_thread_reads_a_tensor_of_a_gpu_only_after_the_callers_stream_has_written_it(
+    on_gpus: dict[str, Any],
+) -> None:
+    found = on_gpus["reads_in_other_threads"]
+    assert set(found) == {"push", "base", "checkpoint"}
+    assert all(read >= 4 and early == 0 for read, early in found.values()), found
+
+
+@pytest.mark.parametrize("rounds", ["tf32", "ieee"])
+def test_cudnn_computes_no_attention_and_convolutions_round_as_products_do(rounds: str) -> None:
+    product, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = product.fp32_precision, convolution.fp32_precision, torch.backends.cuda.cudnn_sdp_enabled()
+    product.fp32_precision, convolution.fp32_precision = rounds, "tf32"
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        prepare_cuda()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert convolution.fp32_precision == rounds
+    finally:
+        product.fp32_precision, convolution.fp32_precision = before[:2]
+        torch.backends.cuda.enable_cudnn_sdp(before[2])
 
 
 @pytest.mark.release

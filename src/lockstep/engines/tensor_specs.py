@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from lockstep.engines.protocol import TensorSpec
+from lockstep.models.cuda import read_after, written_so_far
 
 # Two threads, because xxhash releases the interpreter lock while it reads.
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
@@ -64,13 +65,11 @@ def begin_specs(named: Sequence[tuple[str, torch.Tensor]]) -> Callable[[], tuple
     known = _read_in_this_push.get()
     known = {} if known is None else known
     reading: list[Future[str]] = []
-    written: dict[torch.device, torch.cuda.Event] = {}
+    written = written_so_far(tensor for _, tensor in named)
     for _, tensor in named:
         identity = _identity(tensor)
         if identity not in known:
-            if tensor.is_cuda and tensor.device not in written:
-                written[tensor.device] = torch.cuda.current_stream(tensor.device).record_event()
-            known[identity] = _POOL.submit(_digest_after, written.get(tensor.device), tensor)
+            known[identity] = _POOL.submit(read_after, written, tensor_digest, tensor)
         reading.append(known[identity])
     # The result holds no reference to the tensors, because the caller may free them before it waits for the digests.
     outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
@@ -127,13 +126,6 @@ def _pinned() -> torch.Tensor:
     if not hasattr(_OF_THREAD, "buffer"):
         _OF_THREAD.buffer = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
     return _OF_THREAD.buffer
-
-
-def _digest_after(written: torch.cuda.Event | None, tensor: torch.Tensor) -> str:
-    """`tensor_digest` of what the tensor holds after an event of the stream that wrote it. This thread has a stream of its own."""
-    if written is not None:
-        torch.cuda.current_stream(tensor.device).wait_event(written)
-    return tensor_digest(tensor)
 
 
 def codes_digest(codes: torch.Tensor, scales: torch.Tensor) -> str:

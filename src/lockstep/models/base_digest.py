@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
 
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.checkpoint_names import checkpoint_tensors
+from lockstep.models.cuda import read_in_threads
 from lockstep.models.quantised import dequantised, is_quantised
 
 # Elements that are converted and read at a time: few enough to stay in a processor's cache.
@@ -47,8 +47,8 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def _digest(tensors: list[tuple[str, torch.Tensor]]) -> str:
-    with ThreadPoolExecutor(2) as pool:
-        lines = sorted(pool.map(_line, tensors))
+    contents = read_in_threads(_content, [tensor for _, tensor in tensors])
+    lines = sorted(f"{name} {text}" for (name, _), text in zip(tensors, contents, strict=True))
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
@@ -68,12 +68,11 @@ def _tensors(module: torch.nn.Module, prefix: str, *, wrapped: bool) -> Iterator
             yield from _tensors(child, f"{prefix}{name}.", wrapped=wrapped)
 
 
-def _line(named: tuple[str, torch.Tensor]) -> str:
-    name, tensor = named
+def _content(tensor: torch.Tensor) -> str:
     values = dequantised(tensor) if is_quantised(tensor) else tensor.detach()
     narrow = values.is_floating_point() and values.dtype != torch.float64
     digest = xxhash.xxh3_128()
     for part in values.contiguous().flatten().split(_PART):
         plain = part.cpu().float() if narrow else part.cpu()
         digest.update(plain.view(torch.uint8).numpy().data)
-    return f"{name} {list(values.shape)} {digest.hexdigest()}"
+    return f"{list(values.shape)} {digest.hexdigest()}"

@@ -1,13 +1,17 @@
-"""Settings of CUDA that hold for the whole process, and why a process cannot use the GPU that is there."""
+"""Settings of CUDA that hold for the whole process, tensors of a GPU in other threads, and why a GPU cannot be used."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from lockstep.errors import InputError, told
+
+_T = TypeVar("_T")
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Values with which a user hides all GPUs.
@@ -68,3 +72,27 @@ def prepare_cuda() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
     if not cuda_rounds_float32():
         torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+
+
+Written = dict[torch.device, torch.cuda.Event]
+
+
+def written_so_far(tensors: Iterable[torch.Tensor]) -> Written:
+    """What this thread's streams have been given to do so far, by GPU of these tensors; nothing for a CPU."""
+    return {
+        device: torch.cuda.current_stream(device).record_event() for device in {t.device for t in tensors if t.is_cuda}
+    }
+
+
+def read_after(written: Written, read: Callable[[torch.Tensor], _T], tensor: torch.Tensor) -> _T:
+    """What a function reads from a tensor after it was written. The calling thread has a stream of its own on a GPU."""
+    if (event := written.get(tensor.device)) is not None:
+        torch.cuda.current_stream(tensor.device).wait_event(event)
+    return read(tensor)
+
+
+def read_in_threads(read: Callable[[torch.Tensor], _T], tensors: Sequence[torch.Tensor]) -> list[_T]:
+    """What a function reads from each tensor, in two threads, after all that this thread has written."""
+    written = written_so_far(tensors)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda tensor: read_after(written, read, tensor), tensors))

@@ -21,6 +21,7 @@ from safetensors import safe_open
 from lockstep.engines.tensor_specs import tensor_digest
 from lockstep.errors import InputError, ProofError
 from lockstep.files import replace_text
+from lockstep.models.cuda import read_in_threads
 from lockstep.models.policy import BAD_FILES
 from lockstep.parity.receipt import DIGESTS, RECEIPT, text_digest
 from lockstep.shards.parts import collected, is_sharded
@@ -138,8 +139,7 @@ def memory_digests(
     cut = {
         name: tensor_digest(collected(found.pop(name))) for name in sorted(n for n, t in found.items() if is_sharded(t))
     }
-    with ThreadPoolExecutor(2) as pool:
-        digests = cut | dict(zip(found, pool.map(tensor_digest, found.values()), strict=True))
+    digests = cut | dict(zip(found, read_in_threads(tensor_digest, list(found.values())), strict=True))
     schedule = {key: str(value) for key, value in scheduler.state_dict().items() if not callable(value)}
     return digests | {
         "the optimizer's settings": text_digest(json.dumps(settings)),
