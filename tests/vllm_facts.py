@@ -33,6 +33,14 @@ vllm.entrypoints.llm
   LLM@finish_weight_update
   LLM.update_weight_version(new_version)
   LLM@get_weight_version
+vllm.engine.arg_utils
+  EngineArgs.create_engine_config(usage_context)
+  AsyncEngineArgs@from_cli_args
+vllm.model_executor.model_loader
+  get_model_loader(load_config)
+vllm.usage.usage_lib
+  UsageContext@LLM_CLASS
+  UsageContext@OPENAI_API_SERVER
 vllm.v1.engine.llm_engine
   LLMEngine.add_request(request_id, prompt, params, +lora_request)
   LLMEngine@step

@@ -60,7 +60,7 @@ def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
         InputError: vLLM is not installed, cannot have as many workers here, or would execute files of others (`private_caches.py`).
         RuntimeError, ValueError, ...: vLLM cannot load the model with these arguments.
     """
-    compiles = torch.cuda.is_available() or not arguments["enforce_eager"]
+    compiles = torch.cuda.is_available() or not arguments.get("enforce_eager")
     workers = _import(arguments, compiles)
     from vllm import LLM
 
@@ -82,7 +82,7 @@ def build_settings(arguments: Mapping[str, Any]) -> None:
         InputError: as in `start_vllm`.
         Exception: of vLLM, about a value that it cannot use.
     """
-    _import(arguments, compiles=torch.cuda.is_available() or not arguments["enforce_eager"])
+    _import(arguments, compiles=torch.cuda.is_available() or not arguments.get("enforce_eager"))
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.usage.usage_lib import UsageContext
