@@ -137,7 +137,7 @@ class Answers:
         self._completions = {completion.key: completion for completion in completions}
 
     def settings(self) -> Any:
-        return SimpleNamespace(max_model_len=1 << 20, vocab_size=1 << 20)
+        return SimpleNamespace(max_model_len=1 << 20, vocab_size=1 << 20, request_limits={})
 
     def serve(self, inbox: Inbox) -> None:
         while True:
