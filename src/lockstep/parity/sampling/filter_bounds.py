@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from lockstep.engines.filters.distribution import Sampling
 
-# How near vLLM's kernels for GPUs come to the edge of top-p (`vllm.v1.sample.ops.topk_topp_triton`). They do not sort. For at most 64
-# rows a ladder of 8 pivots divides the log-probs from the lowest, which is at least that of 1e-30, to the highest five times. For
-# more rows the probabilities are halved 18 times.
+# How near vLLM's kernels for GPUs come to the edge of top-p (`vllm.v1.sample.ops.topk_topp_triton`). They do not sort. For at most
+# 64 rows a ladder of 8 pivots divides the log-probs from the lowest, which is at least that of 1e-30, to the highest five times.
+# For more rows the probabilities are halved 18 times.
 _LADDER, _LONGEST, _HALVED = 9.0**-5, 70.0, 2.0**-18
 # Steps of the search for a rounding: its result is exact to 1 / 2^10 of the largest rounding.
 _HALVINGS = 10
