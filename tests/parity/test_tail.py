@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lockstep.parity import tolerances
+from lockstep.models import cuda
 from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
 from lockstep.parity.logprobs.gap_tail import GapTail
 from lockstep.parity.tolerances import FALSE_ALARM, probe_limit, tolerance
@@ -28,11 +28,16 @@ def with_one_more(stats: GapStats, gap: float) -> GapStats:
     return stats + measure_gap(torch.tensor([gap]), torch.zeros(1), ["b#0"], [1])
 
 
-def test_float32_that_cuda_rounds_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["PyTorch's setting", "Triton's setting"])
+def test_float32_that_a_gpu_rounds_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """Measured on an H200 with `tf32: true`: the largest gap was 2.3e-3."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
     assert tolerance(torch.float32, torch.float32) == SINGLE
-    monkeypatch.setattr(tolerances, "cuda_rounds_float32", lambda: True)
+    if by == "Triton's setting":
+        monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    else:
+        monkeypatch.setattr(cuda, "cuda_rounds_float32", lambda: True)
     rounded = tolerance(torch.float32, torch.float32)
     assert SINGLE.mean < rounded.mean < HALF.mean
     assert rounded.largest(100) > 2.3e-3 > SINGLE.largest(100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,6 +60,17 @@ def cuda_rounds_float32() -> bool:
     `torch.get_float32_matmul_precision` raises an error after `tf32: true`, with which transformers uses PyTorch's newer setting.
     """
     return torch.backends.cuda.matmul.fp32_precision not in ("none", "ieee")
+
+
+def rounds_products(*dtypes: torch.dtype) -> bool:
+    """Whether a GPU rounds float32 numbers before it multiplies them (TF32), and one of these dtypes is float32.
+
+    Triton's kernels, which vLLM's attention in float32 is, have a setting of their own: TRITON_F32_DEFAULT. Lockstep sets it to
+    `ieee` for such an engine; a user's own value stays.
+    """
+    if torch.float32 not in dtypes or not torch.cuda.is_available():
+        return False
+    return cuda_rounds_float32() or os.environ.get("TRITON_F32_DEFAULT", "ieee") != "ieee"
 
 
 def prepare_cuda() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.models.cuda import cuda_rounds_float32
+from lockstep.models.cuda import rounds_products
 
 # Probability that the largest gap of a step without a fault is over its limit, if the tail is as modelled. Then one in a thousand
 # runs of a thousand steps stops without a fault.
@@ -78,11 +78,6 @@ _SINGLE = Tolerance(mean=1e-4, tail=3e-5, k3=1e-6)
 _HALF = Tolerance(mean=0.15, tail=0.15, k3=0.02)
 # float32 whose products CUDA rounds to 11 bits (TF32), where bf16 has 8.
 _ROUNDED = Tolerance(mean=0.02, tail=0.02, k3=4e-4)
-
-
-def rounds_products(*dtypes: torch.dtype) -> bool:
-    """Whether CUDA rounds float32 numbers before it multiplies them (TF32), and one of these dtypes is float32."""
-    return torch.float32 in dtypes and torch.cuda.is_available() and cuda_rounds_float32()
 
 
 def tolerance(engine: torch.dtype, trainer: torch.dtype) -> Tolerance:

@@ -21,7 +21,7 @@ from lockstep.definitions.interruption import broken_rule
 from lockstep.definitions.settings import UserSettings, weighted_sum
 from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
 from lockstep.errors import ProofError
-from lockstep.parity.tolerances import rounds_products
+from lockstep.models.cuda import rounds_products
 from lockstep.tokens.arrays import Ids
 
 _CHANGED = (

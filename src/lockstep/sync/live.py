@@ -21,7 +21,7 @@ from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.checkpoint_names import checkpoint_tensors
-from lockstep.models.cuda import cuda_rounds_float32
+from lockstep.models.cuda import rounds_products
 from lockstep.models.quantised import is_quantised
 from lockstep.shards.model import sharded
 from lockstep.sync.source import PlainSource
@@ -167,8 +167,8 @@ def _merged_output(
 
 
 def _tolerance(weight: torch.Tensor) -> float:
-    tensor_cores = weight.is_cuda and cuda_rounds_float32()
-    return _HALF_TOLERANCE if is_quantised(weight) or tensor_cores else _TOLERANCES.get(weight.dtype, _HALF_TOLERANCE)
+    rounded = weight.is_cuda and rounds_products(torch.float32)
+    return _HALF_TOLERANCE if is_quantised(weight) or rounded else _TOLERANCES.get(weight.dtype, _HALF_TOLERANCE)
 
 
 def _is_wider(tensor: torch.Tensor, dtype: torch.dtype | None) -> bool:
