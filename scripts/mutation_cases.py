@@ -1486,6 +1486,12 @@ MUTATIONS = [
     _of(BASE, "a base is another one in another dtype", "part.cpu().float() if narrow else part.cpu()", "part.cpu()"),
     _of(
         ADAPTER_FILES,
+        "a file that an adapter lacks is looked for on the hub",
+        "if not any((adapter / name).is_file() for name in names):",
+        "if False:",
+    ),
+    _of(
+        ADAPTER_FILES,
         "an adapter meets any base",
         "(found := base_digest(model)) != about.digest",
         "not (found := base_digest(model))",

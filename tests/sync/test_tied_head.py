@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import needs_vllm
-from tiny import make_model, perturbed
+from safetensors.torch import load_file, save_file
+from tiny import make_model, perturbed, save_model
 from transformers import PreTrainedModel
 
 import lockstep.sync.vllm.backend
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.settings import effective_settings
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
 from lockstep.parity.tolerances import tolerance
@@ -31,6 +35,17 @@ def rollout_gap(engine: VLLMInProcess, model: PreTrainedModel) -> GapStats:
         scored = logps[torch.arange(len(completion.token_ids)), torch.tensor(completion.token_ids)]
         stats = stats + measure_gap(torch.tensor(completion.logprobs), scored, [str(completion.key)], [len(scored)])
     return stats
+
+
+def test_a_tied_model_whose_files_also_have_the_head_is_tied_in_both_programs(tmp_path: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    path = save_model(tmp_path / "tied", kind="llama", tied=True) / "model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}, path, {"format": "pt"})
+    found = EngineArgs(str(path.parent), max_model_len=64, dtype="float32").create_engine_config()
+    assert not found.model_config.hf_config.tie_word_embeddings
+    assert effective_settings(found)["model_config"]["tie_word_embeddings"]
 
 
 def test_a_tied_head_follows_the_embedding(tied_vllm: VLLMInProcess) -> None:

@@ -25,6 +25,8 @@ from lockstep.models.policy import BAD_FILES, first_line, load_policy
 from lockstep.models.quantised import dequantised, is_quantised
 
 BASE_FILE = "lockstep_base.json"
+# What PEFT writes: in each line, one of the names.
+_FILES = (("adapter_config.json",), ("adapter_model.safetensors", "adapter_model.bin"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,12 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
         The `peft.PeftModel`, and whether its base was compared with the one of the training.
 
     Raises:
-        InputError: the base is another one, or the adapter's file lacks weights, has others or has NaN.
+        InputError: the base is another one; the adapter has no file, or its file lacks weights, has others or has NaN.
     """
+    # PEFT would look for a missing file on the hub, under the directory's name.
+    for names in _FILES:
+        if not any((adapter / name).is_file() for name in names):
+            raise InputError(f"adapter {adapter} has no {names[0]}; copy or save the adapter again")
     about = read_base(adapter)
     model = _load_base(base, about)
     if about is not None and (found := base_digest(model)) != about.digest:

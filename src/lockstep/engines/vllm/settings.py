@@ -34,13 +34,25 @@ def effective_settings(vllm_config: Any) -> dict[str, Any]:
         "async_scheduling": bool(vllm_config.scheduler_config.async_scheduling),
         "quantization": config.quantization,
         "sampling_defaults": {k: v for k, v in defaults.items() if k in NEUTRAL_SAMPLING and v != NEUTRAL_SAMPLING[k]},
-        "model_config": fields_of_parts(config.hf_text_config, config.hf_config),
+        "model_config": _model_config(config),
         "kept_ids": True,
         "structured_outputs": _structured_outputs(vllm_config.structured_outputs_config),
         "normalises_pixels": bool(getattr(config.multimodal_config, "mm_device_do_normalize", False)),
         "second_runner": bool(vllm_config.use_v2_model_runner),
         "request_limits": request_limits(vllm_config),
     }
+
+
+def _model_config(config: Any) -> dict[str, Any]:
+    """The config's fields, as in the model's files.
+
+    If the files of a tied model also have a head, vLLM sets the field that ties them to False while it loads. After that it ties a
+    head that is equal to the embedding, and leaves the field at False.
+    """
+    fields = fields_of_parts(config.hf_text_config, config.hf_config)
+    if getattr(config, "word_embeddings_untied_by_checkpoint", False):
+        fields["tie_word_embeddings"] = True
+    return fields
 
 
 def _architecture(config: Any) -> str:
