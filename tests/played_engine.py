@@ -59,7 +59,7 @@ class PlayedEngine:
         return self.versions[min(len(self.rounds), len(self.versions) - 1)]
 
     def settings(self) -> Any:
-        return SimpleNamespace(max_model_len=self.context, vocab_size=VOCABULARY)
+        return SimpleNamespace(max_model_len=self.context, vocab_size=VOCABULARY, request_limits={})
 
     def serve(self, inbox: Inbox) -> None:
         while True:

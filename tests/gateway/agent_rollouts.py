@@ -79,7 +79,7 @@ class Scripted:
 
     def __init__(self, texts: Sequence[str | None], context: int = 512) -> None:
         self.texts = list(texts)
-        self._settings = SimpleNamespace(max_model_len=context, vocab_size=384)
+        self._settings = SimpleNamespace(max_model_len=context, vocab_size=384, request_limits={})
         self._tokenizer = make_tokenizer()
         self.held, self.dropped = threading.Event(), threading.Event()
 
