@@ -1487,7 +1487,7 @@ MUTATIONS = [
     _of(
         ADAPTER_FILES,
         "a file that an adapter lacks is looked for on the hub",
-        "if not any((adapter / name).is_file() for name in names):",
+        "if not any((adapter / name).is_file() for name in either):",
         "if False:",
     ),
     _of(

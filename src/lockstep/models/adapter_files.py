@@ -90,9 +90,9 @@ def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
         InputError: the base is another one; the adapter has no file, or its file lacks weights, has others or has NaN.
     """
     # PEFT would look for a missing file on the hub, under the directory's name.
-    for names in _FILES:
-        if not any((adapter / name).is_file() for name in names):
-            raise InputError(f"adapter {adapter} has no {names[0]}; copy or save the adapter again")
+    for either in _FILES:
+        if not any((adapter / name).is_file() for name in either):
+            raise InputError(f"adapter {adapter} has no {either[0]}; copy or save the adapter again")
     about = read_base(adapter)
     model = _load_base(base, about)
     if about is not None and (found := base_digest(model)) != about.digest:

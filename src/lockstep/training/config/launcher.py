@@ -55,15 +55,17 @@ def meeting_ranks(environment: Mapping[str, str], limit: float, *, use_cpu: bool
     host, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     where = f"{host or '(no MASTER_ADDR)'}:{port or '(no MASTER_PORT)'}"
     asked = f"WORLD_SIZE is {count}, so that {count} processes meet at {where} (MASTER_ADDR, MASTER_PORT)"
-    instead = "start all of them, with torchrun or accelerate launch; for one alone, unset WORLD_SIZE. ddp_timeout has the seconds"
+    instead = "start all of them, with torchrun or accelerate launch; for one alone, unset WORLD_SIZE"
+    field = "ddp_timeout has the seconds"
     # Under torchrun its own process answers there, also for rank 0.
     if environment.get("RANK", "0") != "0" and host and port.isdigit():
-        _await_answer(host, int(port), limit, f"{asked}, and nobody answers there ({{}}): {instead}")
+        _await_answer(host, int(port), limit, f"{asked}, and nobody answers there ({{}}): {instead}. {field}")
     try:
         with waiting(f"the {count} processes of WORLD_SIZE to meet at {where}", _LIMIT_ON_CPU if use_cpu else limit):
             yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise InputError(f"{asked}, and not all came in time ({str(error).splitlines()[0]:.200}): {instead}") from error
+        advice = instead if use_cpu else f"{instead}. {field}"
+        raise InputError(f"{asked}, and not all came in time ({str(error).splitlines()[0]:.200}): {advice}") from error
 
 
 def _await_answer(host: str, port: int, limit: float, otherwise: str) -> None:
