@@ -207,6 +207,10 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         # The columns that a `rollout_func` adds for the reward functions are not known before it has run.
         if args.rehearse_rewards and rollout_func is None:
             self.ranks.on_owner("rehearsal", lambda: self.rehearse(reward_funcs, train_dataset))
+        # Errors in reward functions come before a model's name is looked up. Reward models are loaded after the memory is counted.
+        loads_rewards = any(isinstance(entry, str) for entry in entries_of(reward_funcs))
+        if not loads_rewards:
+            self._scorer = self.scorer(reward_funcs, reward_processing_classes)
         self.objective: Objective = self.objective_class(args)
         if engine is None:
             name = model if isinstance(model, str) else model.config.name_or_path
@@ -224,7 +228,9 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             own_engine=engine is not None,
         )
         self.ranks.on_owner("memory", lambda: check_memory(args, models))
-        self._scorer = scorer = self.scorer(reward_funcs, reward_processing_classes)
+        if loads_rewards:
+            self._scorer = self.scorer(reward_funcs, reward_processing_classes)
+        scorer = self._scorer
         prepare_cuda()
         opened = open_policy(model, processing_class, peft_config, args, quantization_config)
         policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
