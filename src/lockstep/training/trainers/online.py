@@ -212,10 +212,11 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         if not loads_rewards:
             self._scorer = self.scorer(reward_funcs, reward_processing_classes)
         self.objective: Objective = self.objective_class(args)
+        name = model if isinstance(model, str) else model.config.name_or_path
         if engine is None:
-            name = model if isinstance(model, str) else model.config.name_or_path
             refuse_before_loading(args, name)
-            self.ranks.on_owner("engine arguments", lambda: check_engine_arguments(args, name))
+        # All ranks come here, also where only the owner was given an engine.
+        self.ranks.on_owner("engine arguments", lambda: check_engine_arguments(args, name) if engine is None else None)
         models = RunModels(
             model,
             peft_config,
