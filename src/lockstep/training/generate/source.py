@@ -135,9 +135,13 @@ class RolloutSource:
         self._server_changes: ServerChanges | None = None
         # A group of the last metrics, for the live view.
         self.shown_group: RolloutGroup | None = None
-        self._ranks.on_owner("engine", lambda: self._open(model_path, max_model_len, longest))
+        # Whether the engine searches the edge of top-p (`FilterBounds`). Every rank proves the sets of its own tokens.
+        self.searches_top_p = self._ranks.from_owner(
+            "engine", lambda: self._open(model_path, max_model_len, longest), bool, bool
+        )
 
-    def _open(self, model_path: str, max_model_len: int, longest: int) -> None:
+    def _open(self, model_path: str, max_model_len: int, longest: int) -> bool:
+        """Start the engine, and make what works with it. Returns whether the engine searches the edge of top-p."""
         config = self._config
         engine = self._engine or start_engine(
             config, model_path, self._tokenizer, max_model_len, self.policy, self._ranks.count
@@ -187,6 +191,7 @@ class RolloutSource:
             self._generation_proofs = GenerationProofs(
                 self.proofs, self.recovery, self._ahead, self.push, self._limit_ahead
             )
+            return engine.settings().second_runner
         except BaseException:
             self.close()
             raise

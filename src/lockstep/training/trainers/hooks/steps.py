@@ -245,8 +245,7 @@ class StepHooks(Trainer):
     def _kept_sets(self) -> KeptSetProof | None:
         if not self._rules.sampling.is_filtered:
             return None
-        searched = self.engine.settings().second_runner
-        return KeptSetProof(self._rules.distribution, self.source.limit, searched)
+        return KeptSetProof(self._rules.distribution, self.source.limit, self.source.searches_top_p)
 
     def _policy_model(self) -> PreTrainedModel:
         if self._unwrapped is None or self._unwrapped[0] is not self.model:
