@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.to_device import on_host
+
 Use = Callable[[np.ndarray[Any, np.dtype[np.float64]]], None]
 
 
@@ -36,12 +38,9 @@ class Tally:
 
     def _settle(self) -> None:
         """Read all values that are on another device, with one copy."""
-        if not self._later:
-            return
         due, self._later = self._later, []
-        host = torch.cat([values.flatten() for values, _ in due]).cpu()
-        for (values, use), part in zip(due, host.split([values.numel() for values, _ in due]), strict=True):
-            use(part.view(values.shape).numpy())
+        for values, (_, use) in zip(on_host([values for values, _ in due]), due, strict=True):
+            use(values.numpy())
 
     def mean(self, name: str, values: torch.Tensor | float, count: float = 1, *, weight: float = 1.0) -> None:
         """Add values to a mean.
@@ -52,7 +51,7 @@ class Tally:
         """
         if isinstance(values, torch.Tensor):
             size = values.numel()
-            self.later(values.detach().double().sum(), lambda total: self.mean(name, float(total), size, weight=weight))
+            self.later(values.double().sum(), lambda total: self.mean(name, float(total), size, weight=weight))
             return
         held = self._sums.setdefault(name, [0.0, 0.0])
         held[0] += weight * values

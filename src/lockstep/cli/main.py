@@ -19,7 +19,7 @@ from lockstep.cli.process.ending import EndAtOnce
 from lockstep.cli.process.guard import split_in_two
 from lockstep.cli.process.malloc import start_anew_with_tunables
 from lockstep.cli.process.streams import code_of, open_streams
-from lockstep.errors import InputError, Interrupted, LockstepError
+from lockstep.errors import InputError, Interrupted, LockstepError, one_line
 from lockstep.report.say import complain, say
 
 _TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
@@ -180,7 +180,7 @@ def _guarded(command: Callable[[], int]) -> int:
         return 130
     except InputError as error:
         # Messages of other libraries may have several lines.
-        complain(f"lockstep: {' '.join(str(error).split())}")
+        complain(f"lockstep: {one_line(error)}")
         return 2
     except LockstepError as error:
         complain(f"lockstep: {error}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.engines.vllm.arguments import told_by_vllm
 from lockstep.engines.vllm.workers.environment import environment_kept
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
 from lockstep.report.say import complain
 from lockstep.server.keys import take_key
 
@@ -46,7 +46,7 @@ def main() -> None:
         if given.node_rank == 0:
             check_settings(given)
     except InputError as error:
-        complain(f"lockstep serve: {' '.join(str(error).split())}")
+        complain(f"lockstep serve: {one_line(error)}")
         sys.exit(BAD_ARGUMENTS)
     if given.node_rank == 0:
         serve()

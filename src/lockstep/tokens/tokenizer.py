@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
 from lockstep.model_files import load_files
 from lockstep.tokens.arrays import Ids
 
@@ -37,7 +37,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = load_files(AutoTokenizer, path)
     except StrictDataclassError as error:
         # transformers reads the model's config too.
-        raise InputError(f"the config.json of model {path} is wrong: {' '.join(str(error).split())}") from error
+        raise InputError(f"the config.json of model {path} is wrong: {one_line(error)}") from error
     except InputError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
 
 # Configs of all fields have a few KiB.
 _LARGEST = 1 << 20
@@ -46,7 +46,7 @@ def read_file(path: str) -> dict[str, Any]:
         raise InputError(f"config file {path} is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:
         # ValueError: a date or a number that YAML recognises and Python cannot represent.
-        raise InputError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from error
+        raise InputError(f"config file {path} is not YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise InputError(f"config file {path} must hold fields with values, one per line")
     for name, value in content.items():

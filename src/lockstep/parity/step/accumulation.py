@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from lockstep.errors import ProofError
-from lockstep.models.to_device import on_host
 from lockstep.parity.step.drawn import Drawn
 from lockstep.shards.parts import is_sharded, local_part
+from lockstep.to_device import on_host
 
 # Least number of tensors with a hook, and the number of steps within which every tensor has one.
 _HOOKED, _WITHIN = 32, 10

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lockstep.models.to_device import sent
 from lockstep.shards.parts import first_element, is_sharded, local_part
+from lockstep.to_device import sent
 
 # Elements of a window, and windows of a tensor. A tensor with fewer elements is read whole.
 WINDOW = 16

@@ -27,7 +27,7 @@ from transformers.utils.chat_template_utils import DocstringParsingException, Ty
 
 from lockstep.engines.errands import Errands
 from lockstep.engines.http.call_loop import CallLoop
-from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.errors import InputError, LockstepError, ProofError, one_line
 from lockstep.report.waits import waiting
 from lockstep.rollouts.programs.content import Content, Process, content_of, giving, printable, shows_no_images
 from lockstep.rollouts.programs.workers import Here, Raised, TookTooLong, Worker, in_loop, in_thread
@@ -100,7 +100,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         schema = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError, NameError) as error:
         raise InputError(
-            f"tool {name} has no JSON schema: {' '.join(str(error).split())}; give every argument a type hint, and a description "
+            f"tool {name} has no JSON schema: {one_line(error)}; give every argument a type hint, and a description "
             "under 'Args:' in a Google-style docstring"
         ) from error
     return Tool(name, function, schema)

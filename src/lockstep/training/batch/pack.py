@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.models.to_device import sent
+from lockstep.to_device import sent
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack_plan import cut_rows, cut_tree
 from lockstep.training.batch.pictures import PackPictures, PictureNumbers, position_ids

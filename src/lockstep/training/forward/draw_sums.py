@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.models.to_device import sent
+from lockstep.to_device import sent
 
 # Number of tokens whose rows stay in a core's cache.
 _TOKENS = 8

@@ -20,7 +20,7 @@ from lockstep.models.autocast import autocast_dtype
 from lockstep.models.logits import changes_logits, transformed_logits
 from lockstep.models.policy import fp32_head_product
 from lockstep.models.state import keeps_state
-from lockstep.models.to_device import sent
+from lockstep.to_device import sent
 from lockstep.tokens.arrays import Ids
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import flat

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.models.to_device import sent
+from lockstep.to_device import sent
 from lockstep.training.forward.draw_sums import DrawSums
 from lockstep.training.forward.filters.id_rules import is_banned
 from lockstep.training.forward.filters.row_rules import Edits, RowRules

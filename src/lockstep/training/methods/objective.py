@@ -19,8 +19,8 @@ from lockstep.algorithms.corrections import importance_weights
 from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss, importance_ratios
 from lockstep.algorithms.segments import Segments
 from lockstep.algorithms.tally import Tally
-from lockstep.models.to_device import sent
 from lockstep.rollouts.group import Rollout, RolloutGroup
+from lockstep.to_device import sent
 from lockstep.tokens.arrays import Reals, filled
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence, rollouts_of

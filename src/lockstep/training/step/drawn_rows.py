@@ -22,10 +22,10 @@ from lockstep.definitions.settings import UserSettings
 from lockstep.models.adapters import causal_model
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
-from lockstep.models.to_device import sent
 from lockstep.parity.logprobs.rescoring import LOGITS_BYTES
 from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats, KeptToken
 from lockstep.parity.user_settings import SettingsProof
+from lockstep.to_device import sent
 from lockstep.tokens.arrays import SmallIds
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence

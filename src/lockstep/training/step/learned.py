@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.models.to_device import on_host
 from lockstep.parity.step.learned import Entering, Sampled, SampledTokens, words_error
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.seal import row_of, words_of
+from lockstep.to_device import on_host
 from lockstep.tokens.digest import digest_of
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.objective import Scores, TokenBatch

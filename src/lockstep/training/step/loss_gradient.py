@@ -14,7 +14,7 @@ import torch
 from lockstep.parity.step.gradient import Tokens, by_logps, by_values, check
 from lockstep.tokens.arrays import cut
 from lockstep.training.methods.objective import Objective, TokenBatch
-from lockstep.training.step.update_sums import on_host
+from lockstep.training.step.update_sums import as_float64
 from lockstep.whose_code import is_lockstep
 
 
@@ -47,7 +47,7 @@ class LossGradient:
         beta, config = self._beta(), self._objective.config
         # One copy from the device per pack, for everything that is compared.
         packs = [self._columns(batch, found, beta) for batch, found in self._watched]
-        hosts = [on_host(*columns.values()) for columns in packs]
+        hosts = [as_float64(*columns.values()) for columns in packs]
         rollouts = [s for batch, _ in self._watched for s in batch.rollouts]
         lengths = [n for batch, _ in self._watched for n in batch.pack.sizes]
         parts = {

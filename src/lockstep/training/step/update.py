@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from lockstep.algorithms.router_balance import Routing
 from lockstep.errors import foreign_errors
-from lockstep.models.to_device import on_host
 from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats
 from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.shards.model import sharded
+from lockstep.to_device import on_host
 from lockstep.tokens.arrays import cut, reals
 from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence

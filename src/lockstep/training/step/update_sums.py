@@ -21,6 +21,7 @@ from lockstep.parity.sampling.bets import TokenDraws
 from lockstep.parity.sampling.draws import DrawStats, measure_draws
 from lockstep.parity.sampling.kept_sets import KeptSetStats
 from lockstep.parity.tolerances import Tolerance
+from lockstep.to_device import on_host
 from lockstep.tokens.arrays import cut
 from lockstep.training.batch.sequence import TrainingSequence, column, flat
 from lockstep.training.forward.scoring import TokenScores
@@ -125,7 +126,7 @@ def gap_of(sequences: Sequence[TrainingSequence], behaviour: Logps, policy: Logp
     every = measure_gap(behaviour, policy, names, lengths)
     if sequences[0].fresh is None:
         return every, every
-    behaviour, policy = on_host(behaviour, policy)
+    behaviour, policy = as_float64(behaviour, policy)
     fresh = flat(sequences, "fresh")
     counts = [int(np.count_nonzero(part)) for part in cut(fresh, lengths)]
     return measure_gap(behaviour[fresh], policy[fresh], names, counts), every
@@ -141,7 +142,7 @@ def draws_of(sequences: Sequence[TrainingSequence], scores: TokenScores) -> Draw
     if scores.draws is None:
         return DrawStats()
     columns = scores.logps, scores.entropies, scores.draws.variances, scores.draws.below, scores.draws.upto
-    values = np.stack(on_host(*columns))
+    values = np.stack(as_float64(*columns))
     drawn = [s for s in sequences if s.drawn]
     if len(drawn) < len(sequences):
         values = values[:, np.repeat([s.drawn for s in sequences], [s.length for s in sequences])]
@@ -158,7 +159,7 @@ def measure(packs: Sequence[tuple[TokenBatch, TokenScores]], sums: UpdateSums, s
     """
     if not packs:
         return
-    hosts = [on_host(b.behaviour_logps, b.old_logps, b.entropies, b.logps) for b, _ in packs]
+    hosts = [as_float64(b.behaviour_logps, b.old_logps, b.entropies, b.logps) for b, _ in packs]
     behaviour, old_logps, entropies, logps = (np.concatenate(parts) for parts in zip(*hosts, strict=True))
     sequences = [s for batch, _ in packs for s in batch.sequences]
     sums.tally.mean("_drift", float(np.abs(logps - old_logps).sum()), len(logps))
@@ -201,8 +202,10 @@ def _note(
     tally.mean("entropy", float(entropies.sum()), count, weight=stands_for)
 
 
-def on_host(*columns: Logps) -> list[Reals64]:
-    """(N,) float64 copies of the values of several columns. Tensors on another device are copied together."""
-    tensors = [column for column in columns if isinstance(column, torch.Tensor)]
-    rows = iter(torch.stack([t.detach() for t in tensors]).double().cpu().numpy() if tensors else ())
-    return [next(rows) if isinstance(column, torch.Tensor) else column.astype(np.float64) for column in columns]
+def as_float64(*columns: Logps) -> list[Reals64]:
+    """(N,) values of several columns in float64, on the host. Tensors on another device are copied together."""
+    tensors = iter(on_host([column for column in columns if isinstance(column, torch.Tensor)]))
+    return [
+        next(tensors).double().numpy() if isinstance(column, torch.Tensor) else column.astype(np.float64)
+        for column in columns
+    ]

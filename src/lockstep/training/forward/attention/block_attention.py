@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.attention.bias import causal_lower_right
 
-from lockstep.models.to_device import sent
+from lockstep.to_device import sent
 from lockstep.training.batch.tree import Ints
 from lockstep.training.config.precision import has_fast_bf16
 from lockstep.training.forward.attention.attention_plan import (
