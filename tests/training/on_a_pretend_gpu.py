@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pretend_cuda
 
-pretend_cuda.activate()
+pretend_cuda.activate(devices=2)
 
 import torch
 
@@ -32,8 +32,6 @@ from lockstep.models.base_digest import _digest
 from lockstep.parity.resume.checkpoint import memory_digests
 from lockstep.parity.resume.surroundings import surroundings
 from lockstep.training.run_files.run_identity import curve_settings
-
-torch.cuda.device_count = lambda: 2
 
 
 def config(**fields: Any) -> GRPOConfig:

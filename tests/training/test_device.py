@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pretend_cuda
 import pytest
 import torch
 from conftest import needs_vllm
@@ -25,8 +25,8 @@ _PROGRAM = Path(__file__).parent / "on_a_pretend_gpu.py"
 @pytest.fixture(scope="module")
 def on_gpus() -> dict[str, Any]:
     """What one process on a machine with two GPUs does; all tests of this file share it."""
-    if shutil.which("c++") is None:
-        pytest.skip("the pretend GPU is compiled, and this machine has no C++ compiler")
+    if said := pretend_cuda.missing():
+        pytest.skip(said)
     shown = subprocess.run(
         [sys.executable, str(_PROGRAM)], capture_output=True, text=True, timeout=300, check=False, env=dict(os.environ)
     )
