@@ -274,6 +274,12 @@ def _gpu_day(folder: Path) -> Result:
     return {"parts": {name: part["rows"] for name, part in gpu_day.read(folder).items()}}
 
 
+def _ipc(folder: Path) -> Result:
+    from pretend_cuda import ipc
+
+    return ipc.pushed(folder)
+
+
 RUNS: dict[str, Callable[[Path], Result]] = {
     "grpo": _evaluated,
     "resumed": _resumed,
@@ -295,12 +301,13 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "adapter_bf16": lambda folder: _adapted(folder, bf16=True),
     "verify": _verified,
     "push": _pushed,
+    "ipc": _ipc,
     "waits": _waited,
     "itself": _itself,
     "gpu_day": _gpu_day,
 }
 # The runs that have a loss, by whether they compute in bf16.
-NO_LOSS = ("verify", "push", "waits", "itself", "gpu_day")
+NO_LOSS = ("verify", "push", "ipc", "waits", "itself", "gpu_day")
 LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in NO_LOSS}
 
 
