@@ -448,9 +448,7 @@ def _norm(tensor: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32 if tensor.dtype != torch.float64 else None)
 
 
-def _along(
-    named: Mapping[str, torch.nn.Parameter], move_of: Callable[[str], Move]
-) -> dict[str, torch.Tensor | None]:
+def _along(named: Mapping[str, torch.nn.Parameter], move_of: Callable[[str], Move]) -> dict[str, torch.Tensor | None]:
     """() float64 on the device for each tensor: the inner product of its gradient with a direction; None without a gradient."""
     held = _gradients(named)
     return {n: None if g is None or not g.numel() else _product(g, move_of(n)) for n, g in held.items()}

@@ -39,8 +39,7 @@ def plain_scores(
     rows = sent(torch.tensor([path + [0] * (longest - len(path)) for path in paths]), inner.device)
     hidden = inner.base_model(input_ids=rows, use_cache=False).last_hidden_state
     places = [
-        torch.from_numpy(c.sampled_places + len(c.prompt_ids) - 1) + i * longest
-        for i, c in enumerate(completions)
+        torch.from_numpy(c.sampled_places + len(c.prompt_ids) - 1) + i * longest for i, c in enumerate(completions)
     ]
     chosen = hidden.flatten(0, 1)[sent(torch.cat(places), hidden.device)]
     values = critic(chosen)[:, 0] if critic is not None else torch.zeros(len(chosen), device=hidden.device)
