@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm.in_process import needs_vllmInProcess
+from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.patches.eager import count_at_least
 from lockstep.models.policy import load_policy
 from lockstep.sync.push import push_weights
