@@ -3975,6 +3975,13 @@ MUTATIONS = [
         "tests/pretend_cuda/test_runs.py::test_no_operation_mixes_devices",
     ),
     Mutation(
+        "devices: positions that rows share are copied before they are pinned (on the pretend GPU)",
+        "to_device.py",
+        "tensor.contiguous().pin_memory()",
+        "tensor.pin_memory()",
+        "tests/pretend_cuda/test_runs.py::test_no_operation_mixes_devices",
+    ),
+    Mutation(
         "limits: a batch with too many ids is refused before it is sent",
         "engines/answers.py",
         "        check_limits(sampling, limits)\n",

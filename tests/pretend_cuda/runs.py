@@ -19,7 +19,7 @@ from typing import Any
 
 Result = dict[str, Any]
 # The kinds of tiny models, made on the CPU by `save_models`.
-TEXT, EXPERTS, PICTURES, TOOLS = "text", "experts", "pictures", "tools"
+TEXT, EXPERTS, PICTURES, TOOLS, ROWS = "text", "experts", "pictures", "tools", "rows"
 _GROUPS = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
 _ALONE = {**_GROUPS, "num_generations": 1}
 _PAIRS = {"per_device_train_batch_size": 2, "max_new_tokens": 8, "max_length": 100}
@@ -39,6 +39,8 @@ def save_models(folder: Path) -> None:
     save_family("qwen3_moe", folder / EXPERTS)
     save_seeing(folder / PICTURES)
     save_caller(folder / TOOLS)
+    # Its sequences are longer than its window, so it learns from plain rows.
+    save_model(folder / ROWS, kind="mistral", sliding_window=6)
 
 
 def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **given: Any) -> Result:
@@ -291,7 +293,7 @@ RUNS: dict[str, Callable[[Path], Result]] = {
         folder, "GRPO", num_iterations=2, steps_per_generation=4, max_steps=4, repetition_penalty=1.1
     ),
     "rloo": _beside_a_given_reference,
-    "reinforce_pp": lambda folder: train(folder, "ReinforcePP"),
+    "reinforce_pp": lambda folder: train(folder, "ReinforcePP", ROWS),
     "online_dpo": lambda folder: train(folder, "OnlineDPO"),
     "ppo": lambda folder: train(folder, "PPO"),
     "filters": lambda folder: train(folder, "GRPO", top_p=0.9, top_k=20, temperature=0.8),
