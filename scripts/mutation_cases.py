@@ -1366,6 +1366,13 @@ MUTATIONS = [
         "tests/training/test_device.py::test_another_thread_reads_a_tensor_of_a_gpu_only_after_the_callers_stream_has_written_it",
     ),
     Mutation(
+        "several plain rows cannot be sent to a GPU",
+        "to_device.py",
+        "tensor.contiguous().pin_memory()",
+        "tensor.pin_memory()",
+        "tests/training/test_device.py::test_several_plain_rows_arrive_on_a_gpu",
+    ),
+    Mutation(
         "cuDNN computes attention",
         "models/cuda.py",
         "torch.backends.cuda.enable_cudnn_sdp(False)",
