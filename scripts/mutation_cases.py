@@ -2139,6 +2139,20 @@ MUTATIONS = [
         PAGE,
     ),
     Mutation(
+        "seconds of phases: a GPU's own marks tell them, and not the host's clock",
+        "report/phases.py",
+        "if self._mark is None:\n            self._recent[name] +=",
+        "if self._mark is not None:\n            self._recent[name] +=",
+        "tests/report/test_phases.py",
+    ),
+    Mutation(
+        "seconds of phases: nothing waits for a GPU to read them",
+        "report/phases.py",
+        "while self._ahead and self._ahead[0][2].query():",
+        "while self._ahead:",
+        "tests/report/test_phases.py::test_a_log_does_not_wait_and_a_later_one_has_the_seconds",
+    ),
+    Mutation(
         "a wait is never told",
         "report/waits.py",
         "self._open.add(wait)",

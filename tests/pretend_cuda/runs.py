@@ -192,7 +192,8 @@ def _pushed(folder: Path) -> Result:
 
 
 def _waited(folder: Path) -> Result:
-    """Where the host waits while it learns from the packs of a step: before, inside and after each pack's backward."""
+    """Where the host waits while it learns from the packs of a step: before, inside and after each pack's backward; and how many
+    phases were timed by events."""
     from unittest.mock import patch
 
     import torch
@@ -200,8 +201,10 @@ def _waited(folder: Path) -> Result:
     from lockstep.report.phases import PhaseClock
     from lockstep.training.step.update import Policy
     from pretend_cuda import LOG, WAITS
+    from pretend_cuda.streams import Event
 
-    place, packs = [""], [0]
+    of_events = Event.elapsed_time
+    place, packs, timed = [""], [0], [0]
     phase, score, backward = PhaseClock.phase, Policy.score, torch.autograd.backward
 
     @contextmanager
@@ -224,16 +227,21 @@ def _waited(folder: Path) -> Result:
         backward(*arguments, **named)
         place[0] = "after the backward" if learns else ""
 
+    def elapsed(begin: Event, end: Event) -> float:
+        timed[0] += 1
+        return of_events(begin, end)
+
     LOG.context = lambda: place[0]
     with (
         patch.object(PhaseClock, "phase", watched),
+        patch.object(Event, "elapsed_time", elapsed),
         patch.object(Policy, "score", scored),
         patch.object(torch.autograd, "backward", inside),
     ):
         result = train(folder, "GRPO")
     LOG.context = lambda: ""
     waits = [[label, kind, where, n] for (kind, _, where, label), n in LOG.events.items() if label and kind in WAITS]
-    return {**result, "packs": packs[0], "waits": waits}
+    return {**result, "packs": packs[0], "waits": waits, "timed": timed[0]}
 
 
 def _itself(folder: Path) -> Result:

@@ -187,6 +187,16 @@ def test_the_host_waits_for_the_device_seven_times_a_pack_after_its_backward_is_
     assert sum(number for *_, number in found["waits"]) <= 7 * found["packs"], found["waits"]
 
 
+def test_seconds_of_phases_are_read_from_events(both: Both) -> None:
+    """That nothing waits for them, the test above shows."""
+    found = _read(both.device, "waits")
+    assert found["timed"] >= 20
+    for log in (log for log in found["logs"] if "loss" in log):
+        phases = [seconds for key, seconds in log.items() if key.startswith("time/") and key != "time/step"]
+        assert log["time/forward_backward"] > 0
+        assert 0 < sum(phases) <= log["time/step"]
+
+
 def test_the_device_refuses_what_cuda_refuses_and_counts_what_waits(both: Both) -> None:
     found = _read(both.device, "itself")
     assert [name for name, holds in found["holds"].items() if not holds] == []
