@@ -84,6 +84,8 @@ def learned_on(found: dict[str, Any], runner: str, attention: str) -> None:
     assert (found["steps"], found["moved"], found["device"]) == (2, True, "cuda:0")
     assert (found["worker"], found["runner"]) == ("vllm.v1.worker.gpu_worker", runner)
     assert found["attention"] == attention
+    # Both runners give every batch to the same function.
+    assert found["searches_top_p"]
 
 
 @pytest.mark.parametrize("part", ["plain", "filters", "merged"])
