@@ -31,6 +31,7 @@ SECOND, FIRST = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_run
 LIMITS = {
     "attention": {"whole": 1e-6, "window": 1e-6, "bfloat16": 4e-3, "packed": 1e-6},
     "triton_attention": {"whole": 1e-6, "window": 1e-6},
+    "noise": {"noise": 4e-7},
     "rotation": {"halves": 1e-6, "pairs": 1e-6},
     "rotation_on_axes": {"queries": 1e-6, "keys": 1e-6},
     "adapters": {"down": 1e-6, "up": 8e-3},
@@ -40,7 +41,7 @@ LIMITS = {
     "experts": {"weights": 1e-6, "outputs": 1e-5},
 }
 # What shows that a check has looked at something.
-COUNTS = {"cache": "written", "filters": "kept"}
+COUNTS = {"cache": "written", "filters": "kept", "noise": "drawn"}
 STAND_INS = (
     *(
         "attention",
@@ -49,6 +50,7 @@ STAND_INS = (
         "rotation",
         "rotation_on_axes",
         "filters",
+        "noise",
         "adapters",
         "quantiser",
         "products",
