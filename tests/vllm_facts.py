@@ -141,6 +141,12 @@ vllm.v1.worker.gpu.sample.bad_words
   ~ if len(flattened_tokens) > max_total_tokens:
 vllm.v1.worker.gpu.sample.penalties
   bincount(expanded_idx_mapping, all_token_ids, prompt_len, prefill_len, prompt_bin_mask, output_bin_counts)
+vllm.v1.sample.ops.topk_topp_sampler
+  # both runners filter with this function; where there is Triton, it searches the edges: engines/vllm/settings.py
+  HAS_TRITON
+  ~ return apply_top_k_top_p_triton(
+vllm.v1.worker.gpu.sample.states
+  ~ return apply_top_k_top_p(
 vllm.v1.sample.ops.topk_topp_triton
   # how near the search comes to the edge of top-p: parity/sampling/filter_bounds.py
   _SPLIT_MAX_BATCH = 64

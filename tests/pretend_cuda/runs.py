@@ -19,7 +19,7 @@ from typing import Any
 
 Result = dict[str, Any]
 # The kinds of tiny models, made on the CPU by `save_models`.
-TEXT, EXPERTS, PICTURES, TOOLS = "text", "experts", "pictures", "tools"
+TEXT, EXPERTS, PICTURES, TOOLS, ROWS = "text", "experts", "pictures", "tools", "rows"
 _GROUPS = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
 _ALONE = {**_GROUPS, "num_generations": 1}
 _PAIRS = {"per_device_train_batch_size": 2, "max_new_tokens": 8, "max_length": 100}
@@ -39,6 +39,8 @@ def save_models(folder: Path) -> None:
     save_family("qwen3_moe", folder / EXPERTS)
     save_seeing(folder / PICTURES)
     save_caller(folder / TOOLS)
+    # Its sequences are longer than its window, so it learns from plain rows.
+    save_model(folder / ROWS, kind="mistral", sliding_window=6)
 
 
 def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **given: Any) -> Result:
@@ -48,7 +50,7 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
 
     import lockstep
 
-    names = ("peft_config", "tools", "eval_dataset", "train_dataset", "callbacks")
+    names = ("peft_config", "tools", "eval_dataset", "train_dataset", "callbacks", "ref_model")
     arguments = {name: given.pop(name) for name in names if name in given}
     sizes = {"OnlineDPO": _PAIRS, "PPO": _ALONE, "ReinforcePP": _ALONE}.get(method, _GROUPS)
     base = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
@@ -60,12 +62,22 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
         **{"reward_funcs": by_length, "train_dataset": PROMPTS, **arguments},
     )
     trainer.train(resume_from_checkpoint=resume or None)
-    devices = {p.device.type for p in trainer.model.parameters()} | {trainer.engine._model.device.type}
+    beside = (trainer.critic, trainer.reference.own if trainer.reference is not None else None)
+    models = [trainer.model, trainer.engine._model, *(model for model in beside if model is not None)]
+    devices = {p.device.type for model in models for p in model.parameters()}
     weights = {name: p.detach().cpu().contiguous() for name, p in trainer.model.named_parameters() if p.requires_grad}
     folder.mkdir(exist_ok=True)
     save_file(weights, folder / "weights.safetensors")
     trainer.close()
     return {"devices": sorted(devices), "logs": trainer.state.log_history}
+
+
+def _beside_a_given_reference(folder: Path) -> Result:
+    """The reference is loaded by the user, on the CPU: a copy of the policy would be on the device already."""
+    from transformers import AutoModelForCausalLM
+
+    given = AutoModelForCausalLM.from_pretrained(folder.parent / TEXT, dtype="float32")
+    return train(folder, "RLOO", beta=0.1, ref_model=given)
 
 
 def _adapted(folder: Path, **given: Any) -> Result:
@@ -288,8 +300,8 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "old_generation": lambda folder: train(
         folder, "GRPO", num_iterations=2, steps_per_generation=4, max_steps=4, repetition_penalty=1.1
     ),
-    "rloo": lambda folder: train(folder, "RLOO", beta=0.1),
-    "reinforce_pp": lambda folder: train(folder, "ReinforcePP"),
+    "rloo": _beside_a_given_reference,
+    "reinforce_pp": lambda folder: train(folder, "ReinforcePP", ROWS),
     "online_dpo": lambda folder: train(folder, "OnlineDPO"),
     "ppo": lambda folder: train(folder, "PPO"),
     "filters": lambda folder: train(folder, "GRPO", top_p=0.9, top_k=20, temperature=0.8),

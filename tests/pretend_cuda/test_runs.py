@@ -77,7 +77,7 @@ def test_no_operation_mixes_devices(both: Both, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", runs.LEARNING)
-def test_model_and_engine_compute_on_the_device(both: Both, name: str) -> None:
+def test_policy_reference_critic_and_engine_compute_on_the_device(both: Both, name: str) -> None:
     assert _read(both.device, name)["devices"] == ["cuda"]
     assert _read(both.cpu, name)["devices"] == ["cpu"]
 

@@ -181,9 +181,9 @@ class Killed(Worker):
             # It does not take part in the second group.
             store = TCPStore(info["host"], info["port"], is_master=False, wait_for_workers=False)
             store.set(ready_key(info["rank"]), "")
-            self.control = connect(
-                Meeting(store, info["secret"], info["rank"], info["size"], info["host"], 60.0, lambda: None)
-            )
+            meeting = Meeting(store, info["secret"], info["rank"], info["size"], info["host"], 60.0, lambda: None)
+            meeting.signed("group/").set(f"worker{info['rank']}", b"new")
+            self.control = connect(meeting)
         if self._stage == "receiving":
             self.coming = self.receiver.receive(info, info["chunks"])
             next(self.coming)

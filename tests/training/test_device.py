@@ -55,6 +55,11 @@ def test_vllm_decodes_more_sequences_together_on_a_gpu_and_a_users_number_stays(
     assert made == [64, None]
 
 
+def test_several_plain_rows_arrive_on_a_gpu(on_gpus: dict[str, Any]) -> None:
+    """All rows have the same positions, which are one row of memory on the host."""
+    assert on_gpus["plain_rows"] == {"device": "cuda", "positions": [[0, 1, 2]] * 2}
+
+
 def test_the_engine_may_be_split_over_as_many_gpus_as_the_process_sees(on_gpus: dict[str, Any]) -> None:
     assert on_gpus["several_gpus"]["workers"] == 2
     assert "over 4 workers, and this process sees 2 GPUs" in on_gpus["several_gpus"]["refused"]

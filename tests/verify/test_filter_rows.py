@@ -56,7 +56,7 @@ def test_a_set_of_other_filters_fails_its_row(engines: dict[str, float], extra: 
         sample=lambda *_, **__: [made],
         model=model,
         precision=Precision(),
-        engine=SimpleNamespace(settings=lambda: SimpleNamespace(second_runner=False)),
+        engine=SimpleNamespace(settings=lambda: SimpleNamespace(searches_top_p=False)),
         trainer=SimpleNamespace(proofs=SimpleNamespace(engine_dtype=torch.float32)),
     )
     row = _semantics_row(stage, "top-p 0.9", Distribution(ASKED), True)

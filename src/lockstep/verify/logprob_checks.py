@@ -94,7 +94,7 @@ def _semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact
         gap = gap + measure_gap(torch.tensor(c.logprobs), own, [str(c.key)], [len(c.token_ids)])
     note, sampling = "" if is_exact else "; inputs in 8 bits, wider limits", distribution.sampling
     if sampling.is_filtered:
-        sets = KeptSetProof(distribution, limit, stage.engine.settings().second_runner)
+        sets = KeptSetProof(distribution, limit, stage.engine.settings().searches_top_p)
         try:
             found = sets.check(token for c in completions for token in _kept_tokens(stage, c, distribution))
             found.check_mean(sampling, limit)

@@ -123,14 +123,15 @@ def parts_counted() -> Iterator[Counter[str]]:
         yield found
 
 
-def inside(engine: Any) -> dict[str, str]:
-    """Where vLLM's worker, its runner and its attention come from."""
+def inside(engine: Any) -> dict[str, Any]:
+    """Where vLLM's worker, its runner and its attention come from, and whether it searches the edge of top-p."""
     (worker,) = engine.llm.collective_rpc(lambda worker: worker)
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     return {
         "worker": type(getattr(worker, "worker", worker)).__module__,
         "runner": type(worker.model_runner).__module__,
         "attention": next(type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")),
+        "searches_top_p": engine.settings().searches_top_p,
     }
 
 

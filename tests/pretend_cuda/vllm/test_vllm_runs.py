@@ -96,6 +96,8 @@ def learned_on(found: dict[str, Any], runner: str, attention: str) -> None:
     assert found["asynchronous"]
     assert min(found["ahead"], found["in_parts"], found["pushes"]) > 0
     assert found["under_way"] == 0
+    # Both runners give every batch to the same function.
+    assert found["searches_top_p"]
 
 
 @pytest.mark.parametrize("part", ["plain", "filters", "merged"])

@@ -86,6 +86,7 @@ class WireUpdate(WeightTransferUpdateInfo):
         secret: the secret of this push over gloo or NCCL (`sync/wire/groups/proof.py`).
         base: as in `WeightReceiver.load`.
         keeps: whether the worker keeps a copy of what it receives. Then later pushes can send only the changed elements.
+        group: name of the group of devices that stays between pushes (`sync/wire/groups/devices.py`).
     """
 
     transport: str
@@ -99,6 +100,7 @@ class WireUpdate(WeightTransferUpdateInfo):
     secret: str = ""
     base: str = ""
     keeps: bool = False
+    group: str = ""
 
 
 class _LayerwiseTransfer(WeightTransferEngine):
@@ -286,6 +288,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
 
     def shutdown(self) -> None:
         self._close_segment()
+        self._receiver.close()
         for segment in self._segments.values():
             segment.close()
         self._segments = {}
