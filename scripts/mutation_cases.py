@@ -4122,4 +4122,32 @@ MUTATIONS = [
         "{**_ENVIRONMENT}",
         "tests/engines/test_worker_start.py::test_triton_rounds_no_float32_of_an_engine_in_this_process",
     ),
+    Mutation(
+        "push: weights wait for the end of a step that a server has begun ahead",
+        "engines/http/pauses.py",
+        "may_run = server.world_size > 1 or server.settings is None or server.settings.async_scheduling",
+        "may_run = server.world_size > 1",
+        "tests/engines/test_pauses.py",
+    ),
+    Mutation(
+        "a GPU's defaults: the tokens of a step do not grow with the context",
+        "engines/vllm/arguments.py",
+        'arguments["max_num_batched_tokens"] = max(_GPU_BATCH, max_num_seqs)',
+        'arguments["max_num_batched_tokens"] = max(max_model_len, _GPU_BATCH)',
+        "tests/server/test_keys_guard_and_command.py::TestCommand",
+    ),
+    Mutation(
+        "a GPU's defaults: a server bounds the length of a long model",
+        "server/command.py",
+        "return min(length, _GPU_LENGTH) if torch.cuda.is_available() else length",
+        "return length",
+        "tests/server/test_keys_guard_and_command.py::TestCommand",
+    ),
+    Mutation(
+        "a GPU's defaults: who wants whole prompts gets steps of a whole context",
+        "engines/vllm/arguments.py",
+        "if not whole_prompts:",
+        "if max_model_len:",
+        "tests/server/test_keys_guard_and_command.py::TestCommand",
+    ),
 ]

@@ -52,6 +52,10 @@ vllm.v1.engine.llm_engine
   LLMEngine.add_lora(lora_request)
   LLMEngine@vllm_config
   LLMEngine@engine_core
+vllm.v1.engine.core_client
+  InprocClient@engine_core
+vllm.v1.engine.core
+  EngineCore@batch_queue
 vllm.outputs
   RequestOutput
   RequestOutput.__init__(request_id, +prompt_token_ids, +prompt_logprobs, +outputs, +finished, +lora_request)
@@ -165,6 +169,7 @@ vllm.v1.worker.worker_base
   WorkerBase@is_driver_worker
   WorkerBase@vllm_config
 vllm.v1.worker.gpu_model_runner
+  AsyncGPUModelRunnerOutput@_model_runner_output
   # the first model runner, on CPUs
   GPUModelRunner@sample_tokens  # replaced: patches/kept_ids.py
   GPUModelRunner@sampler

@@ -7,6 +7,7 @@ one, the mixed devices, and the number of operations on the device. The folder o
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import sys
@@ -97,6 +98,21 @@ def _seen(folder: Path) -> Result:
     from seeing import mixed_rows
 
     return train(folder, "GRPO", PICTURES, train_dataset=Dataset.from_list(mixed_rows()))
+
+
+def _elsewhere(folder: Path) -> Result:
+    """One step with the model on the CPU, and a second one by a run that goes on with it on the device."""
+    from methods import StopAfter
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    train(folder, "GRPO", save_strategy="steps", save_steps=1, callbacks=[StopAfter(1)], use_cpu=True)
+    logger = logging.getLogger("lockstep")
+    logger.addHandler(handler)
+    result = train(folder, "GRPO", save_strategy="steps", save_steps=1, resume=True)
+    logger.removeHandler(handler)
+    return {**result, "told": [line for line in told if "elsewhere" in line]}
 
 
 def _called(folder: Path) -> Result:
@@ -297,6 +313,7 @@ def _gpu_day(folder: Path) -> Result:
 RUNS: dict[str, Callable[[Path], Result]] = {
     "grpo": _evaluated,
     "resumed": _resumed,
+    "elsewhere": _elsewhere,
     "old_generation": lambda folder: train(
         folder, "GRPO", num_iterations=2, steps_per_generation=4, max_steps=4, repetition_penalty=1.1
     ),
@@ -319,9 +336,9 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "itself": _itself,
     "gpu_day": _gpu_day,
 }
-# The runs that have a loss, by whether they compute in bf16.
-NO_LOSS = ("verify", "push", "waits", "itself", "gpu_day")
-LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in NO_LOSS}
+# The runs that are done on the CPU too have a loss. They are named with whether they compute in bf16.
+ONLY_HERE = ("elsewhere", "verify", "push", "waits", "itself", "gpu_day")
+LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ONLY_HERE}
 
 
 def run_all(folder: Path, names: list[str], log: Any = None) -> None:

@@ -132,6 +132,20 @@ def test_a_run_that_was_stopped_goes_on_to_the_logs_and_weights_of_one_that_was_
     assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
+def test_a_run_that_began_on_a_cpu_goes_on_on_the_device_to_rounding_and_says_so(both: Both) -> None:
+    found = _read(both.device, "elsewhere")
+    assert found["devices"] == ["cuda"]
+    (told,) = found["told"]
+    assert "device was CPU (" in told
+    assert told.endswith("is Pretend GPU")
+    logs = [[log for log in one["logs"] if "loss" in log] for one in (_read(both.cpu, "grpo"), found)]
+    assert [len(log) for log in logs] == [2, 2]
+    for cpu, device in zip(*logs, strict=True):
+        assert device["reward"] == cpu["reward"]
+        assert device["loss"] == pytest.approx(cpu["loss"], rel=1e-5, abs=1e-5)
+        assert device["grad_norm"] == pytest.approx(cpu["grad_norm"], rel=1e-4)
+
+
 def test_recomputed_activations_give_the_gradients_of_kept_ones(both: Both) -> None:
     norms = [
         [log["grad_norm"] for log in _read(both.device, name)["logs"] if "loss" in log]

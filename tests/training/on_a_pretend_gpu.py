@@ -57,6 +57,7 @@ def several_gpus() -> dict[str, Any]:
         refused = str(error)
     return {
         "n_gpu": [one.n_gpu, server.n_gpu, on_cpu.n_gpu],
+        "sequences": [c.vllm_max_num_seqs for c in (config(use_vllm=True), config(use_vllm=True, vllm_max_num_seqs=7))],
         "batch": [one.train_batch_size, on_cpu.train_batch_size],
         "device": [str(one.device), str(server.device), str(on_cpu.device)],
         "line": line,
