@@ -751,6 +751,62 @@ MUTATIONS = [
         "tests/sync/test_nccl.py",
     ),
     Mutation(
+        "a handle of another GPU is mapped (on the pretend GPU)",
+        "sync/wire/cuda_ipc.py",
+        "if found.gpu != identity_of(device):",
+        "if False:",
+        "tests/pretend_cuda/test_runs.py::test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped",
+    ),
+    Mutation(
+        "PyTorch writes to a counter that a handle names (on the pretend GPU)",
+        "sync/wire/cuda_ipc.py",
+        " or not 0 <= found.counter < _COUNTERS",
+        "",
+        "tests/pretend_cuda/test_runs.py::test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped",
+    ),
+    Mutation(
+        "a buffer may end beyond the GPU's memory (on the pretend GPU)",
+        "sync/wire/cuda_ipc.py",
+        "not 0 <= found.offset <= whole - found.size",
+        "not 0 <= found.offset <= whole",
+        "tests/pretend_cuda/test_runs.py::test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped",
+    ),
+    Mutation(
+        "true is a size (on the pretend GPU)",
+        "sync/wire/cuda_ipc.py",
+        "type(f) is not kind for",
+        "not isinstance(f, kind) for",
+        "tests/pretend_cuda/test_runs.py::test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped",
+    ),
+    Mutation(
+        "servers are told of a chunk that is still copied (on the pretend GPU)",
+        "sync/wire/slots.py",
+        "        _finish_copies(self._memory)\n",
+        "",
+        "tests/pretend_cuda/test_runs.py::test_over_cuda_ipc_each_chunk_is_complete_before_the_other_process_is_told",
+    ),
+    Mutation(
+        "the trainer overwrites a chunk that is still copied (on the pretend GPU)",
+        "sync/wire/slots.py",
+        "            _finish_copies(slots)\n",
+        "",
+        "tests/pretend_cuda/test_runs.py::test_over_cuda_ipc_each_chunk_is_complete_before_the_other_process_is_told",
+    ),
+    Mutation(
+        "memory of expandable segments is sent (on the pretend GPU)",
+        "sync/wire/cuda_ipc.py",
+        "    if memory[: len(_KIND)] != _KIND:\n        raise NoRoom(",
+        "    if False:\n        raise NoRoom(",
+        "tests/pretend_cuda/test_runs.py::test_without_cuda_ipc_auto_goes_through_main_memory_with_one_line_and_the_named_transport_is_refused",
+    ),
+    Mutation(
+        "each failed push takes another buffer of the GPU",
+        "sync/wire/cuda_ipc.py",
+        "if self._buffer is None or self._buffer.numel() < size:",
+        "if True:",
+        "tests/sync/test_transports.py::test_cuda_ipc_has_one_slot_and_the_same_buffer_after_a_failure",
+    ),
+    Mutation(
         "two processes on one GPU",
         "sync/wire/nccl.py",
         "            if gpu in users:",
@@ -769,7 +825,7 @@ MUTATIONS = [
     Mutation(
         "shared memory that is too small ends the run",
         "sync/wire/transport.py",
-        "except SharedMemoryFull as error:",
+        "except NoRoom as error:",
         "except KeyError as error:",
         "tests/sync/test_transports.py",
     ),
@@ -986,7 +1042,10 @@ MUTATIONS = [
     _of(STORED, "every tensor counts as stored", "set[str] = set()", "set[str] = {name for name, _ in arrived}"),
     _of(PUSH, "caches of older weights", "if not engine.reset_caches():", "if False and not engine.reset_caches():"),
     _of(
-        SLOTS, "a slot that is filled while it is read", "> number - SLOTS, has_left", "> number - SLOTS - 1, has_left"
+        SLOTS,
+        "a slot that is filled while it is read",
+        "> number - self._slots, has_left",
+        "> number - SLOTS - 1, has_left",
     ),
     _of(SLOTS, "a push that ends before it is taken", "if self._fewest_loaded() != chunks:", "if False:"),
     _of(

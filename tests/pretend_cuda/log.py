@@ -27,6 +27,7 @@ class Log:
         events: copies and waits, by (kind, operation, place, what `context` gave).
         context: gives a label for each event, such as the phase of a step.
         kernels: gives the number of operations that have run on the device.
+        bytes: how many were copied, by kind.
     """
 
     root: str = "/src/lockstep/"
@@ -34,6 +35,7 @@ class Log:
     events: Counter[tuple[str, str, str, Any]] = field(default_factory=Counter)
     context: Callable[[], Any] = lambda: ""
     kernels: Callable[[], int] = lambda: 0
+    bytes: Counter[str] = field(default_factory=Counter)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def event(self, kind: str, operation: str, detail: str, size: int) -> None:
@@ -44,12 +46,14 @@ class Log:
                 self.mixes[operation, detail.strip(), place] += 1
             else:
                 self.events[kind, operation, place, self.context()] += 1
+                self.bytes[kind] += size
 
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
             self.mixes.clear()
             self.events.clear()
+            self.bytes.clear()
 
     def _place(self) -> str:
         """File and line of the innermost frame of the code under test; for autograd's own thread, that of the main thread."""

@@ -310,6 +310,12 @@ def _gpu_day(folder: Path) -> Result:
     return {"parts": {name: part["rows"] for name, part in gpu_day.read(folder).items()}}
 
 
+def _ipc(folder: Path) -> Result:
+    from pretend_cuda import ipc
+
+    return ipc.pushed(folder)
+
+
 RUNS: dict[str, Callable[[Path], Result]] = {
     "grpo": _evaluated,
     "resumed": _resumed,
@@ -332,12 +338,13 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "adapter_bf16": lambda folder: _adapted(folder, bf16=True),
     "verify": _verified,
     "push": _pushed,
+    "ipc": _ipc,
     "waits": _waited,
     "itself": _itself,
     "gpu_day": _gpu_day,
 }
 # The runs that are done on the CPU too have a loss. They are named with whether they compute in bf16.
-ONLY_HERE = ("elsewhere", "verify", "push", "waits", "itself", "gpu_day")
+ONLY_HERE = ("elsewhere", "verify", "push", "ipc", "waits", "itself", "gpu_day")
 LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ONLY_HERE}
 
 

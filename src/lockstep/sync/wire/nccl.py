@@ -64,17 +64,17 @@ class NCCLTransport(GlooTransport):
         return self._kept.join(meeting, self._group)
 
 
-def own_gpu() -> torch.device:
-    """The GPU of this process.
+def own_gpu(transport: str) -> torch.device:
+    """The GPU of this process, for a transport between GPUs.
 
     Raises:
-        InputError: this process has no GPU, or its PyTorch has no NCCL.
+        InputError: this process has no GPU, or the transport is NCCL and its PyTorch has none.
     """
     if not torch.cuda.is_available():
         raise InputError(
-            "vllm_weight_transport=nccl, but this process has no NVIDIA GPU; use auto, shared_memory or gloo"
+            f"vllm_weight_transport={transport}, but this process has no NVIDIA GPU; use auto, shared_memory or gloo"
         )
-    if not dist.is_nccl_available():
+    if transport == NCCL and not dist.is_nccl_available():
         raise InputError(
             "vllm_weight_transport=nccl, but this PyTorch was built without NCCL; use auto, shared_memory or gloo"
         )
