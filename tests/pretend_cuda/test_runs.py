@@ -77,7 +77,7 @@ def test_no_operation_mixes_devices(both: Both, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", runs.LEARNING)
-def test_model_and_engine_compute_on_the_device(both: Both, name: str) -> None:
+def test_policy_reference_critic_and_engine_compute_on_the_device(both: Both, name: str) -> None:
     assert _read(both.device, name)["devices"] == ["cuda"]
     assert _read(both.cpu, name)["devices"] == ["cpu"]
 
@@ -206,6 +206,20 @@ def test_a_run_that_was_stopped_goes_on_to_the_logs_and_weights_of_one_that_was_
     assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
 
 
+def test_a_run_that_began_on_a_cpu_goes_on_on_the_device_to_rounding_and_says_so(both: Both) -> None:
+    found = _read(both.device, "elsewhere")
+    assert found["devices"] == ["cuda"]
+    (told,) = found["told"]
+    assert "device was CPU (" in told
+    assert told.endswith("is Pretend GPU")
+    logs = [[log for log in one["logs"] if "loss" in log] for one in (_read(both.cpu, "grpo"), found)]
+    assert [len(log) for log in logs] == [2, 2]
+    for cpu, device in zip(*logs, strict=True):
+        assert device["reward"] == cpu["reward"]
+        assert device["loss"] == pytest.approx(cpu["loss"], rel=1e-5, abs=1e-5)
+        assert device["grad_norm"] == pytest.approx(cpu["grad_norm"], rel=1e-4)
+
+
 def test_recomputed_activations_give_the_gradients_of_kept_ones(both: Both) -> None:
     norms = [
         [log["grad_norm"] for log in _read(both.device, name)["logs"] if "loss" in log]
@@ -259,6 +273,16 @@ def test_the_host_waits_for_the_device_seven_times_a_pack_after_its_backward_is_
     assert found["packs"] >= 4
     assert [wait for wait in found["waits"] if wait[0] != "after the backward"] == []
     assert sum(number for *_, number in found["waits"]) <= 7 * found["packs"], found["waits"]
+
+
+def test_seconds_of_phases_are_read_from_events(both: Both) -> None:
+    """That nothing waits for them, the test above shows."""
+    found = _read(both.device, "waits")
+    assert found["timed"] >= 20
+    for log in (log for log in found["logs"] if "loss" in log):
+        phases = [seconds for key, seconds in log.items() if key.startswith("time/") and key != "time/step"]
+        assert log["time/forward_backward"] > 0
+        assert 0 < sum(phases) <= log["time/step"]
 
 
 def test_the_device_refuses_what_cuda_refuses_and_counts_what_waits(both: Both) -> None:

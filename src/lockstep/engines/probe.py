@@ -17,6 +17,8 @@ import torch
 
 # Number of rows that a sampled probe looks up in an embedding.
 SAMPLED_ROWS = 2048
+# Rows of a weight that a probe casts or looks up at a time, so that a whole vocabulary needs little memory.
+PROBED_ROWS = 8192
 # Number of experts per layer that a sampled probe computes.
 SAMPLED_EXPERTS = 4
 

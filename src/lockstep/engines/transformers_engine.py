@@ -53,6 +53,7 @@ from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
 from lockstep.models.state import keeps_state
 from lockstep.models.vision import model_class
+from lockstep.to_device import on_host, sent
 from lockstep.tokens.arrays import SmallIds, reals, whole_numbers
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.kept_ids import KeptIds
@@ -84,7 +85,7 @@ class TransformersEngine:
         tokenizer: used to find stop strings in sampled text, and to compile grammars. The engine never encodes text with it.
         dtype: dtype of the engine's copy of the model.
         max_model_len: longest prompt + completion, in tokens.
-        max_num_seqs: largest number of sequences that are decoded together.
+        max_num_seqs: largest number of sequences that are decoded together; None: 64.
         timeout: seconds that one round of requests may take.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
     """
@@ -98,7 +99,7 @@ class TransformersEngine:
         *,
         dtype: torch.dtype,
         max_model_len: int,
-        max_num_seqs: int = 64,
+        max_num_seqs: int | None = None,
         timeout: float = 600.0,
         fp32_head: bool = False,
     ) -> None:
@@ -118,7 +119,7 @@ class TransformersEngine:
         self._name = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs = max_num_seqs or 64
         self._timeout = timeout
         self._keeps_state = keeps_state(self._model.config)
         self._version: int | None = None
@@ -258,7 +259,8 @@ class TransformersEngine:
 
     @torch.no_grad()
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
-        return {name: output_of(name, self._model.get_submodule(name), seed, every).float().cpu() for name in names}
+        found = [output_of(name, self._model.get_submodule(name), seed, every).float() for name in names]
+        return dict(zip(names, on_host(found), strict=True))
 
     def codes(self, names: Sequence[str]) -> dict[str, str]:
         return dict.fromkeys(names, "")
@@ -271,17 +273,18 @@ class TransformersEngine:
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         check_scoring(sequences, self._version, self._max_model_len)
         head = self._model.get_output_embeddings()
-        scores = {}
-        for name, ids in sequences.items():
-            row = torch.tensor(ids, device=self._model.device)[None]
+        rows: list[torch.Tensor] = []
+        for ids in sequences.values():
+            row = sent(torch.tensor(ids), self._model.device)[None]
             hidden = self._model.base_model(input_ids=row[:, :-1], use_cache=False).last_hidden_state[0]
-            found: list[float] = []
+            found: list[torch.Tensor] = []
             # Compute a few rows at a time, because the logits of a long sequence may not fit into memory.
             for states, targets in zip(hidden.split(_SCORED_ROWS), row[0, 1:].split(_SCORED_ROWS), strict=True):
                 # Mamba adds its layers up in float32, whatever its dtype is.
                 logits = transformed_logits(self._model.config.get_text_config(), head(states.to(head.weight.dtype)))
-                found += logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0].tolist()
-            scores[name] = tuple(found)
+                found.append(logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0])
+            rows.append(torch.cat(found))
+        scores = {name: tuple(found.tolist()) for name, found in zip(sequences, on_host(rows), strict=True)}
         check_scores(sequences, scores)
         return scores
 
@@ -324,12 +327,12 @@ class _SampleRows(LogitsProcessor):
         self._pad = pad
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        # One copy of all rows in each direction waits for the GPU twice per token, and not once per row.
+        # One copy of all rows waits for the GPU once per token, and not once per row.
         logits = scores.cpu()
         tokens = [
             self._sample(row, logits[i]) if row.finish_reason is None else self._pad for i, row in enumerate(self._rows)
         ]
-        chosen = torch.tensor(tokens).to(scores.device)[:, None]
+        chosen = sent(torch.tensor(tokens), scores.device)[:, None]
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)  # type: ignore[return-value]
 
     def _sample(self, row: _Row, logits: torch.Tensor) -> int:
@@ -370,7 +373,7 @@ class _RowsDone(StoppingCriteria):
             if row.finish_reason is None:
                 row.finish_reason = self._reason(row)
         done = [row.finish_reason is not None for row in self._rows]
-        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+        return sent(torch.tensor(done, dtype=torch.bool), input_ids.device)  # type: ignore[return-value]
 
     def _reason(self, row: _Row) -> FinishReason | None:
         sampling = row.request.sampling

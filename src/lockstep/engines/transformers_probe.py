@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.engines.probe import (
+    PROBED_ROWS,
     EngineModules,
     ModuleKind,
     ProbedModule,
@@ -20,6 +21,7 @@ from lockstep.engines.probe import (
     probe_vector,
 )
 from lockstep.models.checkpoint_names import checkpoint_tensors, expert_names
+from lockstep.to_device import sent
 
 
 def list_modules(model: PreTrainedModel, checkpoint_names: tuple[str, ...]) -> EngineModules:
@@ -65,17 +67,19 @@ def _outputs(module: torch.nn.Module) -> int:
 def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> torch.Tensor:
     """A module's output for its probe input; see `engines/probe.py`."""
     if isinstance(module, torch.nn.Embedding):
-        rows = probe_rows(seed, name, module.num_embeddings, every=every).to(module.weight.device)
+        rows = sent(probe_rows(seed, name, module.num_embeddings, every=every), module.weight.device)
+        vector = sent(probe_vector(seed, name, module.embedding_dim), module.weight.device)
         # The module's own forward may scale the rows, or take positions instead of ids. Therefore this line reads the weight.
-        found = module.weight[rows].float()
-        return found @ probe_vector(seed, name, module.embedding_dim).to(found.device)
+        return torch.cat([module.weight[own].float() @ vector for own in rows.split(PROBED_ROWS)])
     if isinstance(module, torch.nn.Linear | Conv1D):
         size = module.weight.shape[0 if isinstance(module, Conv1D) else 1]
-        return module(probe_inputs(seed, name, size, has_bias=module.bias is not None).to(module.weight)).flatten()
+        inputs = probe_inputs(seed, name, size, has_bias=module.bias is not None).to(module.weight.dtype)
+        return module(sent(inputs, module.weight.device)).flatten()
     if _is_gated_experts(module):
         weights = module.get_parameter("down_proj")
-        chosen = torch.tensor(probe_experts(seed, name, len(weights), every=every), device=weights.device)[:, None]
-        inputs = expert_input(seed, name, weights.shape[1]).to(weights).expand(len(chosen), -1).contiguous()
+        chosen = sent(torch.tensor(probe_experts(seed, name, len(weights), every=every)), weights.device)[:, None]
+        inputs = sent(expert_input(seed, name, weights.shape[1]).to(weights.dtype), weights.device)
+        inputs = inputs.expand(len(chosen), -1).contiguous()
         return module(inputs, chosen, torch.ones_like(chosen, dtype=weights.dtype)).flatten()
     return torch.cat([p.detach().flatten() for p in module.parameters(recurse=False)])
 

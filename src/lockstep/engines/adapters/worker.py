@@ -22,6 +22,7 @@ from lockstep.engines.adapters.cpu_kernel import use_cpu_kernel
 from lockstep.engines.adapters.receiver import DOWN
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import dtype_name, tensor_specs
+from lockstep.to_device import on_host
 
 Named = tuple[str, torch.Tensor]
 
@@ -191,9 +192,10 @@ def probe_adapter(worker: Any, name: str, layers: Sequence[str], seed: int) -> d
             rows = []
             for used in (name, None):
                 use_adapter(worker, used, 1)
-                rows.append(linear_output(layer, place.module, seed)[0, start : start + size].float().cpu())
+                rows.append(linear_output(layer, place.module, seed)[0, start : start + size].float())
             answers[layer] = torch.stack([*rows, rows[0] - rows[1]])
-    return answers
+    # A part would be sent with the memory of all.
+    return {layer: part.clone() for layer, part in zip(answers, on_host([*answers.values()]), strict=True)}
 
 
 def use_adapter(worker: Any, name: str | None, rows: int) -> None:

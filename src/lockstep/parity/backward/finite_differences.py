@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from lockstep.errors import ProofError
 from lockstep.parity.backward.in_float64 import Move, Widened
 from lockstep.parity.backward.plain_scores import plain_scores
 from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.to_device import on_host, sent
 
 # The gradient of a policy that is certain of every token is too small for float32.
 _VANISHES = 1e-20
@@ -61,8 +63,8 @@ class Drawn:
     coefficients: torch.Tensor
     distribution: Distribution
 
-    def total(self, moves: Mapping[int, Move], dtype: torch.dtype = torch.float64) -> float:
-        """The sum, computed in a dtype with moved weights."""
+    def total(self, moves: Mapping[int, Move], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """() float64, the sum, computed in a dtype with moved weights, on the model's device."""
         was_training = self.model.training
         self.model.eval()
         try:
@@ -70,15 +72,18 @@ class Drawn:
                 scores = plain_scores(self.model, self.critic, self.completions, self.distribution)
         finally:
             self.model.train(was_training)
-        return float((scores.double() * self.coefficients).sum())
+        return (scores.double() * sent(self.coefficients, scores.device)).sum()
 
-    def slope(self, moves: Mapping[int, Move], step: float, dtype: torch.dtype = torch.float64) -> float:
-        """The central difference along a direction."""
+    def slopes(
+        self, directions: Sequence[Mapping[int, Move]], step: float, dtype: torch.dtype = torch.float64
+    ) -> list[float]:
+        """The central difference along each direction. All sums are read from the device at once."""
 
-        def moved(sign: float) -> float:
+        def moved(moves: Mapping[int, Move], sign: float) -> torch.Tensor:
             return self.total({i: Move(sign * step * m.size, m.rows, m.columns) for i, m in moves.items()}, dtype)
 
-        return (moved(1.0) - moved(-1.0)) / (2 * step)
+        sums = on_host([moved(moves, sign) for moves in directions for sign in (1.0, -1.0)])
+        return [(float(up) - float(down)) / (2 * step) for up, down in zip(sums[::2], sums[1::2], strict=True)]
 
 
 def _signs(tensor: torch.Tensor, size: float, seed: tuple[int, ...]) -> Move:
@@ -88,7 +93,7 @@ def _signs(tensor: torch.Tensor, size: float, seed: tuple[int, ...]) -> Move:
     draws = np.random.default_rng(seed)
 
     def signs(count: int) -> torch.Tensor:
-        return torch.from_numpy(draws.integers(0, 2, count) * 2.0 - 1.0).to(tensor.device)
+        return sent(torch.from_numpy(draws.integers(0, 2, count) * 2.0 - 1.0), tensor.device)
 
     return Move(size, signs(rows), None if flat else signs(tensor.numel() // max(rows, 1)))
 
@@ -97,7 +102,8 @@ def _sizes(named: Mapping[str, torch.nn.Parameter], norms: Mapping[str, float]) 
     """How far each tensor is moved, so that every tensor counts alike. Without any gradient: by a part of its own size."""
     least = _FLOOR * max(norms.values(), default=0.0)
     if not least or not math.isfinite(least):
-        return {n: _norm(p) / math.sqrt(max(p.numel(), 1)) for n, p in named.items()}
+        own = _norms(named)
+        return {n: own[n] / math.sqrt(max(p.numel(), 1)) for n, p in named.items()}
     return {n: 1 / max(norm, least) for n, norm in norms.items()}
 
 
@@ -111,34 +117,34 @@ class Directions:
     def __init__(self, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...]) -> None:
         self.named, self._seed = dict(named), seed
         self._places = {name: place for place, name in enumerate(named)}
-        self.norms = _norms(self.named)
+        self.norms = _norms(_gradients(self.named))
         self.sizes = _sizes(self.named, self.norms)
         # The gradient along each direction, by tensor.
-        self.along = [{n: self.along_now(k, n) for n in self.named} for k in range(_DIRECTIONS)]
+        self.along = self._along_now()
 
     @property
     def is_finite(self) -> bool:
         """Whether all gradients were finite."""
         return all(map(math.isfinite, self.norms.values()))
 
-    def along_now(self, number: int, name: str) -> float:
-        """The gradient that a tensor holds now, along a direction."""
-        gradient = self.named[name].grad
-        return 0.0 if gradient is None or not gradient.numel() else _along(gradient, self._move(name, number))
+    def _along_now(self) -> list[dict[str, float]]:
+        """The gradients that the tensors hold now, along each direction."""
+        return [_read(_along(self.named, partial(self._move, number))) for number in range(_DIRECTIONS)]
 
     def distance(self) -> float:
         """How far the gradients that the tensors hold now are from the first ones, along the directions, in sizes of those."""
-        pairs = [(self.along_now(k, name), a) for k, along in enumerate(self.along) for name, a in along.items()]
+        held = self._along_now()
+        pairs = [(now[name], a) for now, along in zip(held, self.along, strict=True) for name, a in along.items()]
         apart = math.sqrt(sum((now - before) ** 2 for now, before in pairs))
         size = math.sqrt(sum(before**2 for _, before in pairs))
         return _in_sizes(apart, size)
 
-    def _move(self, name: str, number: int) -> Move:
+    def _move(self, number: int, name: str) -> Move:
         return _signs(self.named[name], self.sizes[name], (*self._seed, number, self._places[name]))
 
     def moves(self, number: int, names: Sequence[str]) -> dict[int, Move]:
         """A direction, restricted to some tensors."""
-        return {id(self.named[n]): self._move(n, number) for n in names if self.named[n].numel()}
+        return {id(self.named[n]): self._move(number, n) for n in names if self.named[n].numel()}
 
     def scale(self, names: Sequence[str]) -> float:
         """The mean size of the gradient along a direction."""
@@ -147,7 +153,7 @@ class Directions:
     def compare(self, drawn: Drawn, names: Sequence[str], step: float) -> Comparison:
         """The gradient along each direction, restricted to some tensors, and the slope."""
         found = [sum(along[n] for n in names) for along in self.along]
-        due = [drawn.slope(self.moves(k, names), step) for k in range(_DIRECTIONS)]
+        due = drawn.slopes([self.moves(k, names) for k in range(_DIRECTIONS)], step)
         return Comparison(np.array(found), np.array(due), self.scale(names))
 
 
@@ -165,26 +171,25 @@ class Added:
     def __init__(self, named: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...]) -> None:
         self.named, self._seed = dict(named), seed
         self._places = {name: place for place, name in enumerate(named)}
-        self._along = {n: -self._along_now(n) for n in self.named}
+        # Nothing is read from the device before the backward of the part.
+        self._before = _along(self.named, self._unit)
+        self._along: dict[str, float] = {}
         self.sizes: dict[str, float] = {}
 
     def _unit(self, name: str) -> Move:
         return _signs(self.named[name], 1.0, (*self._seed, self._places[name]))
 
-    def _along_now(self, name: str) -> float:
-        gradient = self.named[name].grad
-        return 0.0 if gradient is None or not gradient.numel() else _along(gradient, self._unit(name))
-
     def read(self) -> None:
         """After the backward of the part."""
-        self._along = {n: before + self._along_now(n) for n, before in self._along.items()}
-        self.sizes = _sizes(self.named, _norms(self.named))
+        before, after = _read(self._before), _read(_along(self.named, self._unit))
+        self._along = {n: after[n] - before[n] for n in self.named}
+        self.sizes = _sizes(self.named, _norms(_gradients(self.named)))
 
     def read_again(self) -> Added:
         """The gradients that the tensors hold now, along the same direction. None of them may have held one before."""
         found = copy.copy(self)
-        found._along = {n: self._along_now(n) for n in self.named}
-        found.sizes = _sizes(self.named, _norms(self.named))
+        found._along = _read(_along(self.named, self._unit))
+        found.sizes = _sizes(self.named, _norms(_gradients(self.named)))
         return found
 
     def apart(self, other: Added) -> float:
@@ -216,8 +221,8 @@ class Added:
         self, drawn: Drawn, names: Sequence[str], step: float, dtype: torch.dtype = torch.float64
     ) -> Comparison:
         """The slope that the gradient gives, and that of the plain forward."""
-        due = drawn.slope(self._moves(names), step, dtype)
-        return Comparison(np.array([self.slope(names)]), np.array([due]), 0.0)
+        due = drawn.slopes([self._moves(names)], step, dtype)
+        return Comparison(np.array([self.slope(names)]), np.array(due), 0.0)
 
     def step(self, change: float) -> float:
         """How far to go along the direction, so that a sum of scores whose size is about 1 changes by `change`."""
@@ -417,8 +422,20 @@ def _first_wrong(directions: _Comparable, drawn: Drawn, step: float, limit: floa
     return titles[low].rstrip(".")
 
 
-def _norms(named: Mapping[str, torch.nn.Parameter]) -> dict[str, float]:
-    return {n: 0.0 if p.grad is None else _norm(p.grad) for n, p in named.items()}
+def _gradients(named: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Tensor | None]:
+    return {n: p.grad for n, p in named.items()}
+
+
+def _norms(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
+    """The norm of each tensor; 0 without one. All are read from the device at once."""
+    return _read({n: None if t is None else _norm(t) for n, t in tensors.items()})
+
+
+def _read(values: Mapping[str, torch.Tensor | None]) -> dict[str, float]:
+    """Numbers of a device, by name, with one copy. None is 0."""
+    held = [name for name, value in values.items() if value is not None]
+    found = dict(zip(held, map(float, on_host([value for value in values.values() if value is not None])), strict=True))
+    return {name: found.get(name, 0.0) for name in values}
 
 
 def _in_sizes(apart: float, size: float) -> float:
@@ -426,16 +443,20 @@ def _in_sizes(apart: float, size: float) -> float:
     return max(apart - _VANISHES, 0.0) / max(size, 1e-300)
 
 
-def _norm(gradient: torch.Tensor) -> float:
-    return float(
-        torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32 if gradient.dtype != torch.float64 else None)
-    )
+def _norm(tensor: torch.Tensor) -> torch.Tensor:
+    """() on the tensor's device."""
+    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32 if tensor.dtype != torch.float64 else None)
 
 
-def _along(gradient: torch.Tensor, move: Move) -> float:
-    """The inner product of a gradient with a direction."""
+def _along(named: Mapping[str, torch.nn.Parameter], move_of: Callable[[str], Move]) -> dict[str, torch.Tensor | None]:
+    """() float64 on the device for each tensor: the inner product of its gradient with a direction; None without a gradient."""
+    held = _gradients(named)
+    return {n: None if g is None or not g.numel() else _product(g, move_of(n)) for n, g in held.items()}
+
+
+def _product(gradient: torch.Tensor, move: Move) -> torch.Tensor:
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     own = gradient.detach().to(dtype)
     if move.columns is None:
-        return move.size * float(own.reshape(-1).double() @ move.rows)
-    return move.size * float((own.reshape(len(move.rows), -1) @ move.columns.to(dtype)).double() @ move.rows)
+        return move.size * (own.reshape(-1).double() @ move.rows)
+    return move.size * ((own.reshape(len(move.rows), -1) @ move.columns.to(dtype)).double() @ move.rows)

@@ -26,6 +26,7 @@ from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.tolerances import Tolerance, tolerance
 from lockstep.shards.model import sharded
 from lockstep.sync.adapters.merged import weights_of
+from lockstep.to_device import sent
 from lockstep.tokens.arrays import Ids, small_ids, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 
@@ -115,9 +116,9 @@ def _tempered(
     """`completion_logps` where nothing but the temperature shapes the logits: many rows at a time, on the model's device."""
     targets, scores = torch.tensor(tokens), []
     for logits in logit_chunks(model, [*prompt, *tokens[:-1]], len(prompt) - 1, precision, pictures):
-        own, targets = targets[: len(logits)].to(logits.device), targets[len(logits) :]
-        scores.append((logits / temperature).log_softmax(-1).gather(1, own[:, None])[:, 0].cpu())
-    return torch.cat(scores)
+        own, targets = sent(targets[: len(logits)], logits.device), targets[len(logits) :]
+        scores.append((logits / temperature).log_softmax(-1).gather(1, own[:, None])[:, 0])
+    return torch.cat(scores).cpu()
 
 
 def sampled_logps(
@@ -170,7 +171,7 @@ def logit_chunks(
         first: the first position.
     """
     inner = causal_model(model)
-    row = torch.tensor([list(ids)], device=inner.device)
+    row = sent(torch.tensor([list(ids)]), inner.device)
     was_training, shards = model.training, sharded(model)
     model.eval()
     try:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from lockstep.errors import ProofError
-from lockstep.parity.step.drawn import Drawn
+from lockstep.parity.step.drawn import Drawn, read_all
 from lockstep.shards.parts import is_sharded, local_part
 from lockstep.to_device import on_host
 
@@ -43,8 +43,9 @@ class AccumulationProof:
         always: Sequence[str] = (),
         gathered: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter,
     ) -> None:
-        for name, parameter in trained.items():
-            if parameter.grad is not None and bool(local_part(parameter.grad).any()):
+        held = {name: local_part(p.grad).any() for name, p in trained.items() if p.grad is not None}
+        for name, any_left in zip(held, on_host([*held.values()]), strict=True):
+            if any_left:
                 raise ProofError(
                     "accumulation",
                     f"before the first backward of the step, {name} holds a gradient",
@@ -86,12 +87,9 @@ class AccumulationProof:
         counts = np.bincount(self._drawn.owners.numpy(), minlength=len(self._added)).tolist()
         zero = torch.zeros(1, dtype=torch.float64)
         added = [torch.stack(own) if own else zero.expand(1, n) for own, n in zip(self._added, counts, strict=True)]
-        sums, sizes = [], []
-        for stacked in (pieces.double() for pieces in on_host(added)):
-            sums.append(stacked.sum(0))
-            sizes.append(stacked.abs().sum(0))
-        found = self._drawn.read([p.grad for p in self._parameters])
-        return [*(torch.cat(parts).tolist() if parts else [] for parts in (sums, sizes)), found.tolist()]
+        *pieces, self._found = read_all([*added, self._drawn.values([p.grad for p in self._parameters])])
+        sums, sizes = [stacked.sum(0) for stacked in pieces], [stacked.abs().sum(0) for stacked in pieces]
+        return [*(torch.cat(parts).tolist() if parts else [] for parts in (sums, sizes)), self._found.tolist()]
 
     def check(self, added: Sequence[list[Any]]) -> None:
         """Compare the gradients with what all backward passes have added.
@@ -106,7 +104,7 @@ class AccumulationProof:
         parts = torch.tensor([rank[2] for rank in added], dtype=torch.float64)
         of_ranks = torch.tensor([is_sharded(p) for p in self._parameters])[self._drawn.owners]
         # A gradient that is not sharded is the same on every rank.
-        found = torch.where(of_ranks, parts.sum(0), self._drawn.read([p.grad for p in self._parameters]))
+        found = torch.where(of_ranks, parts.sum(0), self._found)
         digits = torch.tensor([torch.finfo(p.dtype).eps for p in self._hooked], dtype=torch.float64)
         off = (found - sums).abs() - 8 * digits[self._drawn.owners] * sizes
         # A NaN is wrong too.

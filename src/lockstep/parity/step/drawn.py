@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lockstep.shards.parts import first_element, is_sharded, local_part
-from lockstep.to_device import sent
+from lockstep.to_device import on_host, sent
 
 # Elements of a window, and windows of a tensor. A tensor with fewer elements is read whole.
 WINDOW = 16
@@ -79,11 +79,20 @@ class Drawn:
 
     def read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """(N,) float64 values of the windows, on the host. A tensor that is None, and a part of another rank, reads as zeros."""
+        return self.values(tensors).to("cpu", torch.float64)
+
+    def values(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """(N,) what `read` gives, on the device of the tensors, in a dtype that holds all of theirs."""
         given = [tensors[index] for index in self._tensors]
         device = next((t.device for t in given if t is not None), torch.device("cpu"))
         pieces = [_elements(t, own) for t, own in zip(given, self._places_on(device), strict=True)]
         # torch.cat promotes mixed dtypes to one that holds all of them.
-        return (torch.cat(pieces) if pieces else torch.zeros(0)).to("cpu", torch.float64)
+        return torch.cat(pieces) if pieces else torch.zeros(0)
+
+
+def read_all(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What several calls of `Drawn.values` gave: float64, on the host, with one copy for each dtype."""
+    return [found.double() for found in on_host(values)]
 
 
 def _elements(tensor: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor:

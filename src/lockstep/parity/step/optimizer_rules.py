@@ -12,7 +12,7 @@ import torch
 
 from lockstep.definitions.adamw import Moments, Settings, adamw
 from lockstep.errors import ProofError
-from lockstep.parity.step.drawn import Drawn
+from lockstep.parity.step.drawn import Drawn, read_all
 from lockstep.parity.step.optimizer_settings import OptimizerSettings
 
 
@@ -79,17 +79,19 @@ class OptimizerRule:
 
     def read(self, drawn: Drawn) -> State:
         """The drawn elements as they are now."""
-        values = drawn.read(self._parameters)
         if not self.known:
-            return State(values, None)
+            return State(drawn.read(self._parameters), None)
         states = [self._optimizer.state.get(p, {}) for p in self._parameters]
+        moments = ([s.get(name) for s in states] for name in ("exp_avg", "exp_avg_sq"))
         steps = [s.get("step", 0.0) for s in states]
-        tensors = [s for s in steps if isinstance(s, torch.Tensor)]
-        counts = iter(torch.stack(tensors).tolist() if tensors else ())
+        # A fused optimizer keeps the number of a tensor's steps on the device.
+        tensors = [s for s in steps if isinstance(s, torch.Tensor)] if len(drawn) else []
+        parts = [drawn.values(own) for own in (self._parameters, *moments)]
+        values, first, second, *stacked = read_all([*parts, *([torch.stack(tensors)] if tensors else [])])
+        counts = iter(stacked[0].tolist() if stacked else ())
         of_tensor = torch.tensor(
-            [next(counts) if isinstance(s, torch.Tensor) else float(s) for s in steps], dtype=torch.float64
+            [next(counts, 0.0) if isinstance(s, torch.Tensor) else float(s) for s in steps], dtype=torch.float64
         )
-        first, second = (drawn.read([s.get(name) for s in states]) for name in ("exp_avg", "exp_avg_sq"))
         return State(values, Moments(first, second, of_tensor[drawn.owners]))
 
     def expected(self, before: State, gradients: torch.Tensor, drawn: Drawn, rates: Sequence[float]) -> Expected | None:

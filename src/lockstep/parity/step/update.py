@@ -16,12 +16,13 @@ import torch
 
 from lockstep.errors import ProofError
 from lockstep.parity.step.accumulation import AccumulationProof
-from lockstep.parity.step.drawn import Drawn
+from lockstep.parity.step.drawn import Drawn, read_all
 from lockstep.parity.step.optimizer_rules import Expected, OptimizerRule, State
 from lockstep.parity.step.optimizer_settings import OptimizerSettings
 from lockstep.parity.step.rates import Rates
 from lockstep.parity.step.still import check_still
 from lockstep.shards.parts import first_element, is_sharded, local_part
+from lockstep.to_device import on_host
 
 _logger = logging.getLogger(__name__)
 
@@ -144,11 +145,9 @@ class UpdateProof:
         silent = [not seen[i] and not square for i, square in enumerate(squares)]
         self._check_gradients(silent, learning=learning)
         # Where a tensor has a gradient in few elements only, one of these is read beside the drawn ones.
-        places = {
-            i: first_element(gradient) + _some_nonzero(local_part(gradient))
-            for i, gradient in enumerate(gradients)
-            if gradient is not None and squares[i] > 0 and not seen[i]
-        }
+        few = {i: g for i, g in enumerate(gradients) if g is not None and squares[i] > 0 and not seen[i]}
+        found = map(int, on_host([_some_nonzero(local_part(gradient)) for gradient in few.values()]))
+        places = {i: first_element(g) + place for (i, g), place in zip(few.items(), found, strict=True)}
         self._sparse = Drawn.around(places, self._trained)
         self._sparse_kept = self._rule.read(self._sparse)
 
@@ -181,7 +180,7 @@ class UpdateProof:
         """
         self._step_rates = self._rates.at(step)
         gradients = [p.grad for p in self._trained]
-        self._seen, self._sparse_seen = self._drawn.read(gradients), self._sparse.read(gradients)
+        self._seen, self._sparse_seen = read_all([drawn.values(gradients) for drawn in (self._drawn, self._sparse)])
         eps = torch.tensor([torch.finfo(p.dtype).eps for p in self._trained], dtype=torch.float64)[self._drawn.owners]
         scale = 1.0
         if self._max_norm > 0:
@@ -375,14 +374,17 @@ def _check_halves(trained: Mapping[str, object], frozen: Mapping[str, object]) -
                 )
 
 
-def _some_nonzero(gradient: torch.Tensor) -> int:
-    """The place of the largest element of the first part that has one that is not 0."""
-    start = 0
-    for part in gradient.reshape(-1).split(_SEARCHED):
-        if part.count_nonzero():
-            return start + int(part.abs().argmax())
-        start += len(part)
-    return 0
+def _some_nonzero(gradient: torch.Tensor) -> torch.Tensor:
+    """() int64 on its device: the place of the largest element of the first part that has one that is not 0."""
+    if not gradient.numel():
+        return torch.zeros((), dtype=torch.int64, device=gradient.device)
+    parts = gradient.reshape(-1).split(_SEARCHED)
+    if gradient.device.type == "cpu":
+        number = next((i for i, part in enumerate(parts) if part.count_nonzero()), 0)
+        return number * _SEARCHED + parts[number].abs().argmax()
+    # The host does not wait to learn which part is the first one: all are searched.
+    number = torch.stack([part.count_nonzero() for part in parts]).gt(0).to(torch.uint8).argmax()
+    return number * _SEARCHED + torch.stack([part.abs().argmax() for part in parts]).take(number)
 
 
 def _squares(gradients: Sequence[torch.Tensor | None]) -> list[float]:

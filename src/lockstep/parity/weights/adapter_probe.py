@@ -17,6 +17,7 @@ from lockstep.engines.probe import probe_vector
 from lockstep.errors import ProofError
 from lockstep.parity.tolerances import output_rounding
 from lockstep.sync.adapters.source import AdapterSource
+from lockstep.to_device import on_host
 
 # Layers that a probe asks at a push of a run.
 _SAMPLE = 6
@@ -46,9 +47,11 @@ def check_adapter_probe(
         layers = random.Random(seed).sample(layers, min(_SAMPLE, len(layers)))
     limit = _LIMIT if dtype in (torch.float32, torch.float64) else _HALF_LIMIT
     errors = {}
-    for name, answer in engine.probe(layers, seed).items():
+    answers, tensors = engine.probe(layers, seed), [layer + end for layer in layers for end in (DOWN, UP)]
+    held = dict(zip(tensors, on_host([source.tensor(tensor).float() for tensor in tensors]), strict=True))
+    for name, answer in answers.items():
         layer = name.rpartition("/")[2]
-        down, up = (source.tensor(layer + end).float().cpu() for end in (DOWN, UP))
+        down, up = held[layer + DOWN], held[layer + UP]
         inputs = probe_vector(seed, layer, down.shape[1]).to(dtype).float()
         added = linear(linear(inputs, down), up)
         # A difference of two outputs has the rounding of both.

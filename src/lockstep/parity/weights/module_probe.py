@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lockstep.definitions.quantisation import quantised_rows
 from lockstep.engines.probe import (
+    PROBED_ROWS,
     SAMPLED_ROWS,
     EngineModules,
     ProbedModule,
@@ -37,6 +38,7 @@ from lockstep.models.adapters import head_name
 from lockstep.parity.tolerances import output_rounding, probe_limit
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.source import PlainSource
+from lockstep.to_device import on_host, sent
 
 # Number of linear layers, and of vectors (norms), in a sampled probe. It always contains all embeddings and heads as well.
 _SAMPLE = 6
@@ -79,6 +81,28 @@ class ProbeRecord:
         """Tensors over the limit, worst first. A NaN error is over the limit."""
         over = [(name, error) for name, error in self.errors.items() if not error <= self.limit]
         return [name for name, _ in sorted(over, key=lambda item: -item[1])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Outputs of the engine, and the same outputs by the trainer's weights.
+
+    Attributes:
+        found: (outputs,) of the engine, on the host.
+        expected: (outputs,) of the trainer, on its device.
+        size: (outputs,) whose root mean square is the size of the outputs.
+        inner: (outputs,) the size of what is rounded before it is added up to an output.
+    """
+
+    found: torch.Tensor
+    expected: torch.Tensor
+    size: torch.Tensor
+    inner: torch.Tensor | None = None
+
+    @property
+    def of_trainer(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the trainer's device."""
+        return (self.expected, self.size, *(() if self.inner is None else (self.inner,)))
 
 
 class ModuleProbe:
@@ -137,14 +161,23 @@ class ModuleProbe:
         names = list(self._modules.probed) if every else self._sample(seed)
         answers = self._engine.probe(names, seed, every=every)
         limit, errors, wrong = probe_limit(self._dtype), dict[str, float](), set[str]()
-        for name in names:
-            module = self._modules.probed[name]
-            for tensors, found in self._parts(module, answers[name], seed, every):
-                error = float("inf") if found is None else self._error(module, tensors, seed, found, every)
-                errors |= {tensor: max(errors.get(tensor, 0.0), error) for tensor in tensors}
-                if not error <= limit:
-                    # Several servers put their URL before the name (`engines/http/vllm_server.py`).
-                    wrong.add(name.rpartition("/")[0])
+        parts = [
+            (
+                name,
+                tensors,
+                [] if found is None else self._compared(self._modules.probed[name], tensors, seed, found, every),
+            )
+            for name in names
+            for tensors, found in self._parts(self._modules.probed[name], answers[name], seed, every)
+        ]
+        # The trainer's outputs of all modules are read from its device at once.
+        own = iter(on_host([tensor for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer]))
+        for name, tensors, pairs in parts:
+            error = max((self._distance(pair, own) for pair in pairs), default=float("inf"))
+            errors |= {tensor: max(errors.get(tensor, 0.0), error) for tensor in tensors}
+            if not error <= limit:
+                # Several servers put their URL before the name (`engines/http/vllm_server.py`).
+                wrong.add(name.rpartition("/")[0])
         codes, recoded = self._compared_codes([name for name in names if self._modules.probed[name].quantization])
         seconds, probed = time.perf_counter() - start, self._modules.probed
         servers = tuple(sorted(wrong - {""}))
@@ -236,58 +269,64 @@ class ModuleProbe:
     def _experts(self, module: ProbedModule) -> int:
         return len(module.tensors) // _PROJECTIONS
 
-    def _error(
+    def _compared(
         self, module: ProbedModule, tensors: tuple[str, ...], seed: int, found: torch.Tensor, every: bool
-    ) -> float:
-        """Error of the outputs of one tensor, or of one expert (see `_distance`). The error of the bias is included."""
+    ) -> list[_Compared]:
+        """The outputs of one tensor, or of one expert; with a bias, those of the bias too."""
         if module.kind == "experts":
             gate, up, down = (self._cast(self._source.tensor(tensor)) for tensor in tensors)
-            vector = expert_input(seed, module.name, gate.shape[1]).to(gate.device).to(self._dtype).float()
+            vector = sent(expert_input(seed, module.name, gate.shape[1]), gate.device).to(self._dtype).float()
             owning_module: Any = self._source.owning_module(tensors[0])
             inner = owning_module.act_fn(gate @ vector) * (up @ vector)
             expected = down @ inner
             # The engine rounds what stands between the projections too.
-            return self._distance(found, expected, expected, (down.square() @ inner.square()).sqrt())
+            return [_Compared(found, expected, expected, (down.square() @ inner.square()).sqrt())]
         (tensor,) = tensors
         beside = tensor.removesuffix("weight") + "bias"
         weight = self._source.tensor(tensor)
         bias = self._source.tensor(beside) if beside in self._source.names else None
         if module.kind == "values":
             expected = self._cast(weight).flatten()
-            return self._distance(found[0], expected, expected)
+            return [_Compared(found[0], expected, expected)]
         draw = quantised_vector if module.quantization else probe_vector
-        vector = draw(seed, module.name, self._inputs(tensor)).to(weight.device)
+        vector = sent(draw(seed, module.name, self._inputs(tensor)), weight.device)
         if module.kind == "embedding":
-            rows = probe_rows(seed, module.name, len(weight), every=every).to(weight.device)
-            expected = self._cast(weight[rows]) @ vector
-            return self._distance(found, expected, expected)
+            rows = probe_rows(seed, module.name, len(weight), every=every)
+            expected = torch.cat(
+                [self._cast(weight[own]) @ vector for own in sent(rows, weight.device).split(PROBED_ROWS)]
+            )
+            return [_Compared(found, expected, expected)]
         if self._transposed(tensor):
             weight = weight.T
         elif not every and len(weight) > 2 * SAMPLED_ROWS:
             # One output per vocabulary entry is too many: a sample shows a stale head as well.
-            rows = probe_rows(seed, module.name, len(weight), every=False).to(weight.device)
-            weight, found, bias = weight[rows], found[:, rows.cpu()], None if bias is None else bias[rows]
-        held = quantised_rows(weight.to(self._dtype)).values() if module.quantization else self._cast(weight)
-        product = held @ vector.to(self._dtype).float()
+            rows = probe_rows(seed, module.name, len(weight), every=False)
+            found, rows = found[:, rows], sent(rows, weight.device)
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        product = torch.cat(
+            [self._held(module, own) @ vector.to(self._dtype).float() for own in weight.split(PROBED_ROWS)]
+        )
         if not module.has_bias or bias is None:
-            return self._distance(found[0], product, product)
+            return [_Compared(found[0], product, product)]
         added = self._cast(bias)
-        return max(self._distance(found[0], product + added, product), self._distance(found[1], added, added))
+        return [_Compared(found[0], product + added, product), _Compared(found[1], added, added)]
+
+    def _held(self, module: ProbedModule, rows: torch.Tensor) -> torch.Tensor:
+        """The values of some rows of a weight that the engine should hold, in float32."""
+        return quantised_rows(rows.to(self._dtype)).values() if module.quantization else self._cast(rows)
 
     def _inputs(self, tensor: str) -> int:
         return self._source.shape(tensor)[0 if self._transposed(tensor) else 1]
 
-    def _distance(
-        self, found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor, inner: torch.Tensor | None = None
-    ) -> float:
+    def _distance(self, pair: _Compared, own: Iterator[torch.Tensor]) -> float:
         """max over outputs of |engine − trainer|, minus the rounding of the output itself, ÷ rms(size).
 
         Args:
-            inner: (outputs,) the size of what is rounded before it is added up to an output.
+            own: gives the tensors of `pair.of_trainer`, on the host.
         """
-        expected = expected.cpu()
-        rounded = expected.abs() if inner is None else expected.abs() + inner.cpu()
-        beyond = ((found - expected).abs() - output_rounding(self._dtype) * rounded).max().clamp(min=0.0)
+        expected, size, *inner = (next(own) for _ in pair.of_trainer)
+        rounded = sum(inner, start=expected.abs())
+        beyond = ((pair.found - expected).abs() - output_rounding(self._dtype) * rounded).max().clamp(min=0.0)
         error = float(beyond) / (float(size.norm()) / len(size) ** 0.5 or 1.0)
         # A NaN would pass every comparison with a limit.
         return error if error == error else float("inf")

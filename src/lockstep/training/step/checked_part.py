@@ -67,7 +67,7 @@ class CheckedPart:
             return
         self._pack = pack.sequences
         for tensor in (scores.logps, scores.entropies, scores.values):
-            flow = torch.zeros(len(scores.logps), dtype=torch.float64)
+            flow = torch.zeros(len(scores.logps), dtype=torch.float64, device=scores.logps.device)
             if tensor is not None and tensor.requires_grad:
                 tensor.register_hook(partial(_keep, flow))
             self._flows.append(flow)
@@ -92,7 +92,7 @@ class CheckedPart:
 
 
 def _keep(flow: torch.Tensor, gradient: torch.Tensor) -> None:
-    flow += gradient.detach().cpu()
+    flow += gradient.detach()
 
 
 def draw_part(batches: Sequence[Sequence[TrainingSequence]], draws: np.random.Generator) -> list[TrainingSequence]:

@@ -38,6 +38,7 @@ from lockstep.parity.backward.finite_differences import (
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.tolerances import gradient_limit
 from lockstep.shards.model import sharded
+from lockstep.to_device import on_host, sent
 from lockstep.tokens.arrays import places_of
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
@@ -124,7 +125,7 @@ class ModelGradient:
             self._is_first = False
             return Checked({}, self._say(why))
         # Another proof (`accumulation`) must find a gradient that is left from an earlier step.
-        if any(p.grad is not None and bool(p.grad.any()) for p in named.values()):
+        if any(map(bool, on_host([p.grad.any() for p in named.values() if p.grad is not None]))):
             return Checked({})
         seed = (self._config.seed, step, self._rank)
         if due and (part := draw_part(learned, np.random.default_rng((*seed, 1)))):
@@ -359,7 +360,8 @@ class _Gradients:
         for pack in self._policy.packs(self._sequences, self._config):
             scores = self._policy.score(pack, self._config, entropy_gradient=self._entropies)
             # A pack may have another order.
-            factors = torch.cat([parts[s.name] for s in pack.sequences], 1).to(scores.logps.device, scores.logps.dtype)
+            own = torch.cat([parts[s.name] for s in pack.sequences], 1).to(scores.logps.dtype)
+            factors = sent(own, scores.logps.device)
             total = (scores.logps * factors[0]).sum()
             if self._entropies:
                 total = total + (scores.entropies * factors[1]).sum()

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.utils import get_packed_modules_mapping
 
 from lockstep.engines.probe import (
+    PROBED_ROWS,
     EngineModules,
     ModuleKind,
     ProbedModule,
@@ -29,6 +30,7 @@ from lockstep.engines.probe import (
 )
 from lockstep.engines.vllm.probe.quantised import quantization_of
 from lockstep.engines.vllm.probe.shards import gathered, gathered_vocabulary, own_inputs, whole_outputs
+from lockstep.to_device import on_host, sent
 
 # Suffix of the name under which an embedding is also probed as an output head.
 _AS_HEAD = ":as_head"
@@ -80,8 +82,9 @@ def probe_modules(
                     from lockstep.engines.adapters.worker import use_adapter
 
                     use_adapter(worker, adapter, 2 if module.bias is not None else 1)
-                answers[name] = _output(name, module, seed, every).float().cpu()
-    return answers
+                answers[name] = _output(name, module, seed, every).float()
+    # A part would be sent to the driver with the memory of all.
+    return {name: part.clone() for name, part in zip(answers, on_host([*answers.values()]), strict=True)}
 
 
 def _own_name(name: str) -> str:
@@ -98,7 +101,7 @@ def linear_output(name: str, module: Any, seed: int, *, with_zeros: bool = False
     own = plain_module(module)
     quantised = bool(quantization_of(own))
     inputs = probe_inputs(seed, name, own.input_size, has_bias=with_zeros, quantised=quantised)
-    inputs = own_inputs(own, inputs.to(next(own.parameters()).device, own.params_dtype))
+    inputs = own_inputs(own, sent(inputs.to(own.params_dtype), next(own.parameters()).device))
     answer = module(inputs.contiguous())
     output, bias = answer if isinstance(answer, tuple) else (answer, None)
     return gathered(own, output if bias is None else output + bias)
@@ -117,20 +120,23 @@ def _output(name: str, module: Any, seed: int, every: bool) -> torch.Tensor:
     module = own
     if isinstance(module, ParallelLMHead) or name.endswith(_AS_HEAD):
         bias = getattr(module, "bias", None)
-        inputs = probe_inputs(seed, name, module.embedding_dim, has_bias=bias is not None).to(module.weight)
+        inputs = probe_inputs(seed, name, module.embedding_dim, has_bias=bias is not None)
+        inputs = sent(inputs.to(module.weight.dtype), module.weight.device)
         logits = gathered_vocabulary(module, module.quant_method.apply(module, inputs, bias=bias))
         return logits[:, : module.org_vocab_size].flatten()
     if isinstance(module, VocabParallelEmbedding):
-        rows = probe_rows(seed, name, module.org_vocab_size, every=every).to(module.weight.device)
+        rows = sent(probe_rows(seed, name, module.org_vocab_size, every=every), module.weight.device)
+        vector = sent(probe_vector(seed, name, module.embedding_dim), module.weight.device)
         # Without the scale that a class of transformers adds (VaultGemma). Other models of vLLM scale outside the module.
-        found = VocabParallelEmbedding.forward(module, rows).float()
-        return found @ probe_vector(seed, name, found.shape[-1]).to(found.device)
+        found = [VocabParallelEmbedding.forward(module, own).float() @ vector for own in rows.split(PROBED_ROWS)]
+        return torch.cat(found)
     if isinstance(module, RoutedExperts):
         chosen = torch.tensor(probe_experts(seed, name, module.global_num_experts, every=every))
         device, dtype = module.w13_weight.device, module.params_dtype
-        inputs = expert_input(seed, name, module.hidden_size).to(device, dtype).expand(len(chosen), -1).contiguous()
+        inputs = sent(expert_input(seed, name, module.hidden_size).to(dtype), device)
+        inputs = inputs.expand(len(chosen), -1).contiguous()
         weights = torch.ones(len(chosen), 1, dtype=torch.float32, device=device)
-        return module.forward_modular(inputs, weights, chosen[:, None].to(device, torch.int32)).flatten()
+        return module.forward_modular(inputs, weights, sent(chosen[:, None].to(torch.int32), device)).flatten()
     return torch.cat([p.detach().flatten() for _, p in module.named_parameters(recurse=False)])
 
 
