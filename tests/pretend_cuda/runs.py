@@ -224,6 +224,12 @@ def _waited(folder: Path) -> Result:
     return {**result, "packs": packs[0], "waits": waits}
 
 
+def _digested(folder: Path) -> Result:
+    from pretend_cuda.digests import measured
+
+    return measured(folder)
+
+
 def _itself(folder: Path) -> Result:
     """What the device itself promises, without Lockstep."""
     import torch
@@ -295,12 +301,13 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "adapter_bf16": lambda folder: _adapted(folder, bf16=True),
     "verify": _verified,
     "push": _pushed,
+    "digests": _digested,
     "waits": _waited,
     "itself": _itself,
     "gpu_day": _gpu_day,
 }
 # The runs that have a loss, by whether they compute in bf16.
-NO_LOSS = ("verify", "push", "waits", "itself", "gpu_day")
+NO_LOSS = ("verify", "push", "digests", "waits", "itself", "gpu_day")
 LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in NO_LOSS}
 
 
@@ -327,7 +334,7 @@ def run_all(folder: Path, names: list[str], log: Any = None) -> None:
 
 def main() -> None:
     tests = Path(__file__).parents[1]
-    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync"), str(tests.parent)]
+    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync"), str(tests / "engines"), str(tests.parent)]
     os.environ["OMP_NUM_THREADS"] = "1"
     import pretend_cuda
 

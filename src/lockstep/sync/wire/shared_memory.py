@@ -76,7 +76,7 @@ class SharedMemoryTransport:
             for server, rank in zip(servers, worker_ranks(servers, 0), strict=False)
         ]
         try:
-            incoming = pieces(tensors)
+            incoming = pieces(tensors, to_host=True)
             for number, places in enumerate(layouts):
                 chunk = list(islice(incoming, len(places) - 1))
                 slot = slots.wait_until_free(number, lambda: check_pending(pending))
