@@ -25,17 +25,17 @@ class Log:
         mixes: calls with tensors of two devices, by (operation, devices, place). Each has raised an error, which the code
             under test may have swallowed.
         events: copies and waits, by (kind, operation, place, what `context` gave).
+        bytes: bytes that were copied, by kind of event.
         context: gives a label for each event, such as the phase of a step.
         kernels: gives the number of operations that have run on the device.
-        bytes: how many were copied, by kind.
     """
 
     root: str = "/src/lockstep/"
     mixes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     events: Counter[tuple[str, str, str, Any]] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
     context: Callable[[], Any] = lambda: ""
     kernels: Callable[[], int] = lambda: 0
-    bytes: Counter[str] = field(default_factory=Counter)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def event(self, kind: str, operation: str, detail: str, size: int) -> None:

@@ -260,6 +260,12 @@ def _waited(folder: Path) -> Result:
     return {**result, "packs": packs[0], "waits": waits, "timed": timed[0]}
 
 
+def _digested(folder: Path) -> Result:
+    from pretend_cuda.digests import measured
+
+    return measured(folder)
+
+
 def _itself(folder: Path) -> Result:
     """What the device itself promises, without Lockstep."""
     import torch
@@ -339,12 +345,13 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "verify": _verified,
     "push": _pushed,
     "ipc": _ipc,
+    "digests": _digested,
     "waits": _waited,
     "itself": _itself,
     "gpu_day": _gpu_day,
 }
 # The runs that are done on the CPU too have a loss. They are named with whether they compute in bf16.
-ONLY_HERE = ("elsewhere", "verify", "push", "ipc", "waits", "itself", "gpu_day")
+ONLY_HERE = ("elsewhere", "verify", "push", "ipc", "digests", "waits", "itself", "gpu_day")
 LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ONLY_HERE}
 
 
@@ -371,7 +378,7 @@ def run_all(folder: Path, names: list[str], log: Any = None) -> None:
 
 def main() -> None:
     tests = Path(__file__).parents[1]
-    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync"), str(tests.parent)]
+    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync"), str(tests / "engines"), str(tests.parent)]
     os.environ["OMP_NUM_THREADS"] = "1"
     import pretend_cuda
 
