@@ -308,13 +308,17 @@ def first_runner() -> dict[str, Any]:
 
 
 def server() -> dict[str, Any]:
-    """A server, whose processes have devices of their own, and two proven steps of a trainer that pushes to it. Then a push while
-    requests run."""
+    """A server, whose processes have devices of their own, and two proven steps of a trainer that pushes to it over CUDA IPC, with
+    stand-ins for PyTorch's two calls. Then a push while requests run."""
     from servers import KEY, free_port
 
     from lockstep.server.keys import KEY_VARIABLE
+    from pretend_cuda import ipc
 
     os.environ[KEY_VARIABLE] = KEY
+    (FOLDER / "ipc").mkdir(parents=True)
+    os.environ["PRETEND_IPC"] = str(FOLDER / "ipc")
+    ipc.stand_in(FOLDER / "ipc")
     url, port = "http://127.0.0.1:", free_port()
     command = [sys.executable, "-m", "lockstep.cli.main", "serve", model_folder(), "--port", str(port)]
     sizes = ["--max_model_len", str(LENGTH), "--max_num_batched_tokens", str(STEP), "--max_num_seqs", "16"]
@@ -330,10 +334,11 @@ def server() -> dict[str, Any]:
         trainer = make("GRPO", model_folder(), FOLDER / "server", None, fields)  # type: ignore[arg-type]
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
-        device = str(trainer.model.device)
+        device, transport = str(trainer.model.device), type(trainer.engine._transport._used).__name__
         trainer.close()
         gap = max(log["parity/max_abs_gap"] for log in logs)
-        return {"steps": len(logs), "gap": gap, "device": device, "in_flight": in_flight(f"{url}{port}")}
+        crossed = in_flight(f"{url}{port}")
+        return {"steps": len(logs), "gap": gap, "device": device, "transport": transport, "in_flight": crossed}
     finally:
         process.terminate()
         process.wait(60)

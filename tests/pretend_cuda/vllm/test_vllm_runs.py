@@ -186,7 +186,7 @@ def test_a_stand_in_is_within_rounding_of_its_reference(runs: dict[str, Any], na
 @pytest.mark.release
 def test_a_server_on_the_second_runner_gets_proven_pushes(tmp_path: Path) -> None:
     found = of(run_alone("server", tmp_path), "server")
-    assert (found["steps"], found["device"]) == (2, "cuda:0")
+    assert (found["steps"], found["device"], found["transport"]) == (2, "cuda:0", "CudaIPCTransport")
     assert 0 < found["gap"] < FP32
     # A token that was sampled ahead, with the weights before a push, must have their stamp.
     crossed = found["in_flight"]
