@@ -273,6 +273,18 @@ def test_the_port_at_which_ranks_meet_closes_with_the_push_and_at_the_end_no_thr
     assert push_threads() == set()
 
 
+def test_the_end_of_a_run_waits_a_bounded_time_for_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a group hangs as NCCL's may. Gloo's does not."""
+    transport, worker, released = over_groups(NCCL), Worker(), threading.Event()
+    send(transport, [worker], 0)
+    monkeypatch.setattr(devices, "_END_LIMIT", 0.1)
+    channel = transport._kept._channel
+    monkeypatch.setattr(type(channel), "_end", lambda self, in_flight: released.wait())
+    transport.close()
+    assert push_threads() == {"lockstep-broadcast"}
+    released.set()
+
+
 @pytest.mark.parametrize(
     ("host", "chosen", "processes", "expected"),
     [
