@@ -32,7 +32,7 @@ class _Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         given = {part.untyped_storage().data_ptr() for part in args if isinstance(part, torch.Tensor)}
-        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in given:
+        if isinstance(made, torch.Tensor) and not made.is_meta and made.untyped_storage().data_ptr() not in given:
             self.size = max(self.size, made.numel())
         return made
 
