@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env dev environments train train-agent train-images test test-long test-release test-cuda test-cuda-vllm vllm-facts mutations nightly lint verify families bench start-up waiting host-cost gpu-counts gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer
+.PHONY: env dev environments train train-agent train-images test test-long test-release test-cuda test-cuda-vllm vllm-facts mutations nightly lint verify families bench start-up waiting two-trees host-cost gpu-counts gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer
 
 # Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
 # tests, linters and benchmarks need, 1.5 GB more.
@@ -42,6 +42,10 @@ start-up: dev
 # Measures the steps of a trainer that has waited, beside its other steps (docs/internals/speed.md).
 waiting: dev
 	@$(BIN)/python -m benchmarks.host.waiting $(ARGS)
+
+# Measures the recipe's step beside the step of another checkout, in pairs: ARGS="--other ../before" (docs/internals/speed.md).
+two-trees: dev
+	@$(BIN)/python -m benchmarks.host.two_trees $(ARGS)
 
 # Measures the cost of a step without the model and the engine, per sampled token (docs/internals/speed.md).
 host-cost: dev

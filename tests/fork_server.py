@@ -42,18 +42,21 @@ MODULES = (
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen2",
 )
+# vLLM's worker. That of a CPU, when it is imported, takes the place of functions that the worker of a GPU calls.
+WORKERS = {"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_worker"}
 _END_LIMIT = 30.0
 _exec = subprocess._fork_exec  # type: ignore[attr-defined]
 
 
 def import_all() -> None:
-    """Import `MODULES` where they are installed, and let every program fork its own programs too."""
+    """Import `MODULES` and vLLM's worker where they are installed, and let every program fork its own programs too."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     gc.disable()
-    for name in MODULES:
+    import torch
+
+    for name in (*MODULES, WORKERS["cuda" if torch.cuda.is_available() else "cpu"]):
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     # A fork has no other thread than this one, and no library may rely on one.

@@ -52,6 +52,10 @@ vllm.v1.engine.llm_engine
   LLMEngine.add_lora(lora_request)
   LLMEngine@vllm_config
   LLMEngine@engine_core
+vllm.v1.engine.core_client
+  InprocClient@engine_core
+vllm.v1.engine.core
+  EngineCore@batch_queue
 vllm.outputs
   RequestOutput
   RequestOutput.__init__(request_id, +prompt_token_ids, +prompt_logprobs, +outputs, +finished, +lora_request)
@@ -137,6 +141,12 @@ vllm.v1.worker.gpu.sample.bad_words
   ~ if len(flattened_tokens) > max_total_tokens:
 vllm.v1.worker.gpu.sample.penalties
   bincount(expanded_idx_mapping, all_token_ids, prompt_len, prefill_len, prompt_bin_mask, output_bin_counts)
+vllm.v1.sample.ops.topk_topp_sampler
+  # both runners filter with this function; where there is Triton, it searches the edges: engines/vllm/settings.py
+  HAS_TRITON
+  ~ return apply_top_k_top_p_triton(
+vllm.v1.worker.gpu.sample.states
+  ~ return apply_top_k_top_p(
 vllm.v1.sample.ops.topk_topp_triton
   # how near the search comes to the edge of top-p: parity/sampling/filter_bounds.py
   _SPLIT_MAX_BATCH = 64
@@ -159,6 +169,7 @@ vllm.v1.worker.worker_base
   WorkerBase@is_driver_worker
   WorkerBase@vllm_config
 vllm.v1.worker.gpu_model_runner
+  AsyncGPUModelRunnerOutput@_model_runner_output
   # the first model runner, on CPUs
   GPUModelRunner@sample_tokens  # replaced: patches/kept_ids.py
   GPUModelRunner@sampler

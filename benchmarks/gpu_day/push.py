@@ -22,7 +22,7 @@ from lockstep.engines.tensor_specs import digest_of_all, tensor_specs
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire.gloo import GLOO, NCCL, GlooTransport, Receiver
 from lockstep.sync.wire.groups.devices import DeviceChannel
-from lockstep.sync.wire.groups.meeting import Meeting, connect, listen, open_store
+from lockstep.sync.wire.groups.meeting import Meeting, listen, open_store
 from lockstep.sync.wire.groups.proof import new_secret
 from lockstep.sync.wire.nccl import NCCLTransport
 
@@ -91,7 +91,7 @@ def _channel_of_one(where: torch.device) -> DeviceChannel:
     port = listener.getsockname()[1]
     store = open_store(_HOST, port, _LIMIT, listener.detach())
     meeting = Meeting(store, new_secret(), 0, 1, _HOST, _LIMIT, lambda: None)
-    return DeviceChannel(connect(meeting), meeting, where)
+    return DeviceChannel(meeting, where)
 
 
 def _rate(seconds: float, size: int) -> Row:

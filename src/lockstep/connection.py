@@ -134,8 +134,8 @@ def connect(
             machine saved.
         timeout: seconds that a call may take, and seconds to wait for a server.
         generation_timeouts: the time limit of one request for a completion, as a multiple of `timeout`.
-        transport: `shared_memory` (one machine), `gloo` (TCP), `nccl` (from GPU to GPU; not run on a GPU yet), or `auto`: the
-            fastest of the first two that all servers support.
+        transport: `shared_memory` (one machine), `cuda_ipc` (one GPU), `gloo` (TCP), `nccl` (from GPU to GPU), or `auto`: the
+            fastest one that all servers support, without `nccl`. `cuda_ipc` and `nccl` have not been run on a GPU yet.
         deltas: whether gloo sends only the elements that have changed, to servers in half precision. This process and each worker
             then keep a copy of the weights in main memory, if there is room for it.
         group_host: the address at which servers on other machines reach this machine. This process listens on this address only.

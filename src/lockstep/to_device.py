@@ -14,7 +14,8 @@ def sent(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     ended. A plain copy would let the host wait until the GPU has done all of its work.
     """
     to_gpu = torch.device(device).type == "cuda" and tensor.device.type == "cpu"
-    return tensor.pin_memory().to(device, non_blocking=True) if to_gpu else tensor.to(device)
+    # PyTorch cannot pin a tensor whose elements share memory, as those of `expand` do.
+    return tensor.contiguous().pin_memory().to(device, non_blocking=True) if to_gpu else tensor.to(device)
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

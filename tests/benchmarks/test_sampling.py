@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,8 +12,7 @@ import torch
 from benchmarks.against_trl.workloads import workload
 from benchmarks.sampling.engine import _CONTEXT
 from benchmarks.sampling.settings import PARTS, Setting, figures, in_turn
-from lockstep import GRPOConfig
-from lockstep.engines.vllm.arguments import engine_arguments
+from lockstep.engines.vllm.arguments import engine_arguments, usual_sequences
 
 
 class Spoken:
@@ -74,7 +73,7 @@ def test_settings_can_be_said_to_a_process_and_workloads_fit_its_context(part: s
 
 
 def test_what_lockstep_does_by_default_is_among_the_settings(untied_dir: str) -> None:
-    default = {field.name: field.default for field in fields(GRPOConfig)}["vllm_max_num_seqs"]
+    default = usual_sequences()
     block = engine_arguments(untied_dir, torch.float32, _CONTEXT, default).get("block_size")
     assert Setting() == Setting(max_num_seqs=default)
     assert all(Setting() in PARTS[part].settings.values() for part in ("compile", "batch", "prefix"))

@@ -14,6 +14,7 @@ from lockstep.engines.vllm.arguments import MAX_KEPT_IDS
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.limits import request_limits
 from lockstep.engines.vllm.patches.kept_ids import SecondRunnerKeptIds
+from lockstep.engines.vllm.settings import _searches_top_p
 from lockstep.errors import InputError
 
 pytestmark = VLLM
@@ -54,6 +55,20 @@ def test_the_limits_of_a_request_are_those_of_vllms_tables(monkeypatch: pytest.M
     # A user can make two of the tables larger.
     monkeypatch.setenv("VLLM_MAX_NUM_BAD_WORDS", "300")
     assert request_limits(second) == sizes | {"bad_words": 300}
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_an_engine_says_whether_vllm_searches_the_edge_of_top_p(
+    has_triton: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own function decides, which both of its runners call."""
+    import vllm.v1.sample.ops.topk_topp_sampler as filters
+
+    searched: list[torch.Tensor] = []
+    monkeypatch.setattr(filters, "HAS_TRITON", has_triton)
+    monkeypatch.setattr(filters, "apply_top_k_top_p_triton", lambda *given: searched.extend(given), raising=False)
+    filters.apply_top_k_top_p(torch.zeros(1, 4), None, torch.tensor([0.9]))
+    assert _searches_top_p() is has_triton is bool(searched)
 
 
 @pytest.mark.parametrize("error", [AttributeError("no 'requests'"), AssertionError()])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import VLLM
+from conftest import needs_vllm
 from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +29,8 @@ def test_ranks_are_those_that_vllm_counts(rows: list[list[float]]) -> None:
     assert torch.equal(found, (x >= values).sum(-1))
 
 
-@pytest.mark.skipif(not VLLM, reason="vLLM is not installed")
+@pytest.mark.vllm
+@needs_vllm
 def test_a_request_with_logprobs_compiles_nothing(tied_vllm: VLLMInProcess, tied_dir: str) -> None:
     from torch._dynamo.utils import counters
 
@@ -43,7 +44,8 @@ def test_a_request_with_logprobs_compiles_nothing(tied_vllm: VLLMInProcess, tied
     assert counters["frames"]["total"] == before
 
 
-@pytest.mark.skipif(not VLLM, reason="vLLM is not installed")
+@pytest.mark.vllm
+@needs_vllm
 @pytest.mark.release
 def test_the_compilers_table_is_not_loaded_with_vllm_and_can_be_loaded_later() -> None:
     code = """

@@ -149,6 +149,7 @@ def is_gone(pid: int) -> bool:
 
 
 def test_the_number_of_workers_and_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert number_of_workers({}) == 1
     assert number_of_workers({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}) == 4
     assert number_of_workers({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}) == 2

@@ -49,7 +49,8 @@ def test_any_matrix_off_by_a_thousandth_is_named(stage: Stage) -> None:
         with loads_instead(
             stage,
             lambda sent, name=name, noise=noise: [
-                (n, t * (1 + 1e-3 * torch.randn(t.shape, generator=noise)) if n == name else t) for n, t in sent
+                (n, t * (1 + 1e-3 * torch.randn(t.shape, generator=noise).to(t.device)) if n == name else t)
+                for n, t in sent
             ],
         ):
             push_unproven(stage)

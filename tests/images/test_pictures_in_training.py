@@ -64,7 +64,7 @@ def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(folder: str, tm
     trainer = train(folder, tmp_path, beta=0.1)
     assert len(gaps(trainer)) == 2
     assert max(gaps(trainer)) < LIMIT
-    own = dict(trainer.model.named_parameters())
+    own = parameters(trainer.model)
     assert all(not torch.equal(p, own[name]) for name, p in before.named_parameters() if "visual" in name)
     # The engine holds what was learned, the tower included, after the next push.
     shown = {len(g.prompt.pictures.pictures) if g.prompt.pictures else 0 for g in trainer.rollouts()}

@@ -46,7 +46,7 @@ def test_trls_trainer_learns_from_proven_tokens_of_real_vllm(untied_dir: str, tm
         assert len({tuple(ids) for ids in call.completion_ids}) > len(call.asked) // 4
         assert call.worst < 1e-4
     before = AutoModelForCausalLM.from_pretrained(untied_dir).state_dict()
-    moved = [name for name, now in trainer.model.state_dict().items() if not torch.equal(now, before[name])]
+    moved = [name for name, now in trainer.model.state_dict().items() if not torch.equal(now.cpu(), before[name])]
     assert len(moved) == len(before)
     # This is TRL's own measure, over the tokens of each step.
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
@@ -69,10 +69,10 @@ def test_trls_trainer_learns_an_adapter_whose_merged_weights_are_proven(untied_d
     base = AutoModelForCausalLM.from_pretrained(untied_dir, dtype=torch.float32).state_dict()
     inner = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
     own = {name.replace(".base_layer", ""): value for name, value in inner.state_dict().items() if ".lora_" not in name}
-    assert all(torch.equal(own[name], value) for name, value in base.items())
+    assert all(torch.equal(own[name].cpu(), value) for name, value in base.items())
     sent = engine._model.state_dict()  # type: ignore[attr-defined]
     assert not torch.equal(
-        sent["model.layers.0.self_attn.q_proj.weight"], base["model.layers.0.self_attn.q_proj.weight"]
+        sent["model.layers.0.self_attn.q_proj.weight"].cpu(), base["model.layers.0.self_attn.q_proj.weight"]
     )
 
 

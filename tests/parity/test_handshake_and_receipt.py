@@ -36,7 +36,6 @@ EXPECTED = ExpectedSettings("m", "Llama", torch.float32, torch.float32, 100, 64)
         ({"vocab_size": 101}, "vocab_size"),
         ({"max_model_len": 63}, "max_model_len"),
         ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode"),
-        ({"async_scheduling": True}, "async_scheduling"),
         ({"quantization": "fp8"}, "quantization"),
         ({"sampling_defaults": {"top_p": 0.8}}, "top_p"),
     ],

@@ -205,6 +205,21 @@ def test_the_limits_are_those_of_the_dtypes_plus_what_quantisation_explains(engi
     assert over_limits(worse, pusher.limit)
 
 
+def test_an_engine_that_cannot_leave_its_inputs_as_they_are_is_told_once(
+    engine: VLLMInProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # As with CUDA graphs.
+    monkeypatch.setattr(engine, "quantise_inputs", lambda wanted: False)
+    caplog.set_level("INFO", "lockstep")
+    pusher = pusher_of(make_model(), engine)
+    pusher.push(12, canary=True)
+    pusher.push(13, canary=True)
+    assert pusher.quantisation is not None
+    assert pusher.quantisation.with_whole_inputs is None
+    (line,) = [record.message for record in caplog.records if "without quantised inputs is left out" in record.message]
+    assert "enforce_eager" in line
+
+
 def test_a_fault_between_the_modules_is_found_within_the_limits_of_the_dtypes(engine: VLLMInProcess) -> None:
     moved = perturbed(make_model("qwen2"), 0.5, seed=13)
     pusher = pusher_of(moved, engine)

@@ -188,13 +188,14 @@ def counted(folder: Path, model: str) -> dict[str, Any]:
     from lockstep.training.step.model_gradient import ModelGradient
     from lockstep.training.step.update import Policy
     from pretend_cuda import LOG
+    from pretend_cuda import Event as EventOfDevice
     from pretend_cuda.runs import train
 
     now = {"step": 0, "part": ""}
     phases: list[str] = []
-    packs, tokens, pushes = [0], [0], Counter[int]()
+    packs, tokens, timed, pushes = [0], [0], [0], Counter[int]()
     start, stop, score, sample = PhaseClock.start, PhaseClock.stop, Policy.score, _SampleRows.__call__
-    backward = torch.autograd.backward
+    backward, of_events = torch.autograd.backward, EventOfDevice.elapsed_time
 
     class Steps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -241,6 +242,10 @@ def counted(folder: Path, model: str) -> dict[str, Any]:
         tokens[0] += 1
         return sample(*arguments)
 
+    def elapsed(begin: EventOfDevice, end: EventOfDevice) -> float:
+        timed[0] += 1
+        return of_events(begin, end)
+
     LOG.clear()
     LOG.context = lambda: (now["step"], phases[-1] if phases else "", now["part"])
     with (
@@ -248,6 +253,7 @@ def counted(folder: Path, model: str) -> dict[str, Any]:
         patch.object(PhaseClock, "stop", stopped),
         patch.object(Policy, "score", scored),
         patch.object(torch.autograd, "backward", inside),
+        patch.object(EventOfDevice, "elapsed_time", elapsed),
         patch.object(_SampleRows, "__call__", sampled),
         patch.object(ModelGradient, "begin", proving(ModelGradient.begin)),
         patch.object(ModelGradient, "finish", proving(ModelGradient.finish)),
@@ -264,6 +270,7 @@ def counted(folder: Path, model: str) -> dict[str, Any]:
         "events": events,
         "packs": packs[0],
         "tokens": tokens[0],
+        "timed": timed[0],
         "pushes": [pushes[step] for step in range(max(pushes) + 1)],
     }
 

@@ -7,6 +7,7 @@ one, the mixed devices, and the number of operations on the device. The folder o
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 Result = dict[str, Any]
 # The kinds of tiny models, made on the CPU by `save_models`.
-TEXT, EXPERTS, PICTURES, TOOLS, DEEP = "text", "experts", "pictures", "tools", "deep"
+TEXT, EXPERTS, PICTURES, TOOLS, ROWS, DEEP = "text", "experts", "pictures", "tools", "rows", "deep"
 _GROUPS = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
 _ALONE = {**_GROUPS, "num_generations": 1}
 _PAIRS = {"per_device_train_batch_size": 2, "max_new_tokens": 8, "max_length": 100}
@@ -39,6 +40,8 @@ def save_models(folder: Path) -> None:
     save_family("qwen3_moe", folder / EXPERTS)
     save_seeing(folder / PICTURES)
     save_caller(folder / TOOLS)
+    # Its sequences are longer than its window, so it learns from plain rows.
+    save_model(folder / ROWS, kind="mistral", sliding_window=6)
 
 
 def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **given: Any) -> Result:
@@ -48,7 +51,7 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
 
     import lockstep
 
-    names = ("peft_config", "tools", "eval_dataset", "train_dataset", "callbacks")
+    names = ("peft_config", "tools", "eval_dataset", "train_dataset", "callbacks", "ref_model")
     arguments = {name: given.pop(name) for name in names if name in given}
     sizes = {"OnlineDPO": _PAIRS, "PPO": _ALONE, "ReinforcePP": _ALONE}.get(method, _GROUPS)
     base = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
@@ -60,13 +63,23 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
         **{"reward_funcs": by_length, "train_dataset": PROMPTS, **arguments},
     )
     trainer.train(resume_from_checkpoint=resume or None)
-    devices = {p.device.type for p in trainer.model.parameters()} | {trainer.engine._model.device.type}
+    beside = (trainer.critic, trainer.reference.own if trainer.reference is not None else None)
+    models = [trainer.model, trainer.engine._model, *(model for model in beside if model is not None)]
+    devices = {p.device.type for model in models for p in model.parameters()}
     weights = {name: p.detach().cpu().contiguous() for name, p in trainer.model.named_parameters() if p.requires_grad}
     folder.mkdir(exist_ok=True)
     save_file(weights, folder / "weights.safetensors")
     trainer.close()
     tensors = sum(1 for _ in trainer.model.parameters())
     return {"devices": sorted(devices), "logs": trainer.state.log_history, "tensors": tensors}
+
+
+def _beside_a_given_reference(folder: Path) -> Result:
+    """The reference is loaded by the user, on the CPU: a copy of the policy would be on the device already."""
+    from transformers import AutoModelForCausalLM
+
+    given = AutoModelForCausalLM.from_pretrained(folder.parent / TEXT, dtype="float32")
+    return train(folder, "RLOO", beta=0.1, ref_model=given)
 
 
 def _adapted(folder: Path, **given: Any) -> Result:
@@ -86,6 +99,21 @@ def _seen(folder: Path) -> Result:
     from seeing import mixed_rows
 
     return train(folder, "GRPO", PICTURES, train_dataset=Dataset.from_list(mixed_rows()))
+
+
+def _elsewhere(folder: Path) -> Result:
+    """One step with the model on the CPU, and a second one by a run that goes on with it on the device."""
+    from methods import StopAfter
+
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    train(folder, "GRPO", save_strategy="steps", save_steps=1, callbacks=[StopAfter(1)], use_cpu=True)
+    logger = logging.getLogger("lockstep")
+    logger.addHandler(handler)
+    result = train(folder, "GRPO", save_strategy="steps", save_steps=1, resume=True)
+    logger.removeHandler(handler)
+    return {**result, "told": [line for line in told if "elsewhere" in line]}
 
 
 def _called(folder: Path) -> Result:
@@ -247,14 +275,21 @@ def _gpu_day(folder: Path) -> Result:
     return {"parts": {name: part["rows"] for name, part in gpu_day.read(folder).items()}}
 
 
+def _ipc(folder: Path) -> Result:
+    from pretend_cuda import ipc
+
+    return ipc.pushed(folder)
+
+
 RUNS: dict[str, Callable[[Path], Result]] = {
     "grpo": _evaluated,
     "resumed": _resumed,
+    "elsewhere": _elsewhere,
     "old_generation": lambda folder: train(
         folder, "GRPO", num_iterations=2, steps_per_generation=4, max_steps=4, repetition_penalty=1.1
     ),
-    "rloo": lambda folder: train(folder, "RLOO", beta=0.1),
-    "reinforce_pp": lambda folder: train(folder, "ReinforcePP"),
+    "rloo": _beside_a_given_reference,
+    "reinforce_pp": lambda folder: train(folder, "ReinforcePP", ROWS),
     "online_dpo": lambda folder: train(folder, "OnlineDPO"),
     "ppo": lambda folder: train(folder, "PPO"),
     "filters": lambda folder: train(folder, "GRPO", top_p=0.9, top_k=20, temperature=0.8),
@@ -268,14 +303,15 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "adapter_bf16": lambda folder: _adapted(folder, bf16=True),
     "verify": _verified,
     "push": _pushed,
+    "ipc": _ipc,
     "counts": _counted,
     "slices": _sliced,
     "itself": _itself,
     "gpu_day": _gpu_day,
 }
-# The runs that have a loss, by whether they compute in bf16.
-NO_LOSS = ("verify", "push", "counts", "slices", "itself", "gpu_day")
-LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in NO_LOSS}
+# The runs that are done on the CPU too have a loss. They are named with whether they compute in bf16.
+ONLY_HERE = ("elsewhere", "verify", "push", "ipc", "counts", "slices", "itself", "gpu_day")
+LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ONLY_HERE}
 
 
 def run_all(folder: Path, names: list[str], log: Any = None) -> None:

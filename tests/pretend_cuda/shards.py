@@ -36,8 +36,6 @@ def main() -> None:
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     groups.patch()
-    for name in ("all_gather_single", "reduce_scatter_single"):
-        setattr(dist, name, groups._wrapped(getattr(dist, name)))
     weights = {"fsdp": FsdpWeights, "deepspeed": ZeroWeights}[kind]
 
     def shard(model: torch.nn.Module) -> ShardedModel:

@@ -16,6 +16,6 @@ _REASONS = {
 def reason(item: pytest.Item) -> str | None:
     """Why a test cannot run with the device on. None: it can."""
     if item.get_closest_marker("vllm") is not None:
-        return "vLLM's CPU build has no GPU; its own GPU path runs in tests/pretend_cuda/vllm"
+        return "vLLM's CPU build has no GPU; make test-cuda-vllm runs these tests on vLLM's own GPU path"
     name = item.nodeid.removeprefix("tests/")
     return next((why for start, why in _REASONS.items() if name.startswith(start)), None)

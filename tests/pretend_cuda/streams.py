@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from .log import LOG
@@ -36,11 +37,13 @@ class Stream:
 
 
 class Event:
-    """Stands for `torch.cuda.Event`."""
+    """Stands for `torch.cuda.Event`. Its time is the host's, because all work is done at once."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self.enable_timing, self.recorded_at = enable_timing, 0.0
 
-    def record(self, stream: Any = None) -> None: ...
+    def record(self, stream: Any = None) -> None:
+        self.recorded_at = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None: ...
 
@@ -50,5 +53,7 @@ class Event:
     def synchronize(self) -> None:
         LOG.event("sync", "Event.synchronize", "", 0)
 
-    def elapsed_time(self, other: Any) -> float:
-        return 0.0
+    def elapsed_time(self, end_event: Any) -> float:
+        if not (self.enable_timing and end_event.enable_timing and self.recorded_at and end_event.recorded_at):
+            raise ValueError("both events must be recorded, with enable_timing")
+        return (end_event.recorded_at - self.recorded_at) * 1000

@@ -77,9 +77,83 @@ def test_no_operation_mixes_devices(both: Both, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", runs.LEARNING)
-def test_model_and_engine_compute_on_the_device(both: Both, name: str) -> None:
+def test_policy_reference_critic_and_engine_compute_on_the_device(both: Both, name: str) -> None:
     assert _read(both.device, name)["devices"] == ["cuda"]
     assert _read(both.cpu, name)["devices"] == ["cpu"]
+
+
+def test_a_push_over_cuda_ipc_arrives_in_another_process_on_the_same_gpu(both: Both) -> None:
+    """Stand-ins take the place of PyTorch's two functions of CUDA IPC. Everything else runs (`ipc.py`)."""
+    found = _read(both.device, "ipc")
+    assert found["chosen"] == "CudaIPCTransport"
+    pushes = found["pushes"]
+    assert all(push["equal"] for push in pushes)
+    # Whole, changed, unchanged, and to a server that was killed and started again: in float32 and in bfloat16.
+    assert [push["sent"] == push["bytes"] for push in pushes] == [True, False, False, True] * 2
+    assert [push["sent"] > 0 for push in pushes] == [True, True, False, True] * 2
+    assert [bool(push["in full"]) for push in pushes] == [False, False, False, True] * 2
+    assert pushes[3]["same buffer"]
+    assert pushes[7]["same buffer"]
+
+
+def test_over_cuda_ipc_each_chunk_is_complete_before_the_other_process_is_told(both: Both) -> None:
+    for push in _read(both.device, "ipc")["pushes"]:
+        chunks = push["worker"]["chunks"]
+        assert chunks > 3
+        # A push to a restarted server is sent twice: the trainer learns that its base is not held when the first has ended.
+        assert push["trainer"]["waits"] == chunks * (2 if push["in full"] else 1)
+        assert push["worker"]["waits"] == chunks
+
+
+REFUSED = {
+    "another gpu": "the trainer's buffer is on the GPU GPU-1",
+    "no hex": "are no handles of CUDA",
+    "odd hex": "are no handles of CUDA",
+    "short memory": "are no handles of CUDA",
+    "expandable": "are no handles of CUDA",
+    "short event": "are no handles of CUDA",
+    "no bytes": "are not in the GPU's",
+    "negative": "are not in the GPU's",
+    "beyond the memory": "are not in the GPU's",
+    "before the memory": "are not in the GPU's",
+    "larger than the memory": "are not in the GPU's",
+    "true as a size": "is no handle of a GPU's memory",
+    "a path": "is no counter of PyTorch",
+    "counter too large": "is no counter of PyTorch",
+    "counter below 0": "is no counter of PyTorch",
+    "a number as a flag": "is no handle of a GPU's memory",
+    "too few": "is no handle of a GPU's memory",
+    "too many": "is no handle of a GPU's memory",
+    "unknown memory": "invalid resource handle",
+    "larger than the file": "invalid resource handle",
+}
+
+
+def test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped(both: Both) -> None:
+    answers = _read(both.device, "ipc")["refused"]
+    assert answers.pop("right") == "00" * 32
+    assert answers.keys() == REFUSED.keys()
+    assert {what: said for what, said in answers.items() if REFUSED[what] not in said} == {}
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("expandable", "CUDA cannot share memory of expandable segments"),
+        ("fails", "operation not supported"),
+        ("elsewhere", "cannot map memory of the trainer's GPU (CUDA error: invalid resource handle"),
+        ("another gpu", "does not compute on the trainer's GPU alone"),
+    ],
+)
+def test_without_cuda_ipc_auto_goes_through_main_memory_with_one_line_and_the_named_transport_is_refused(
+    both: Both, case: str, why: str
+) -> None:
+    chosen, said, refused = _read(both.device, "ipc")["fallback"][case]
+    assert chosen == "SharedMemoryTransport"
+    assert said.startswith("weights go through main memory: ")
+    assert why in said
+    assert refused.startswith("vllm_weight_transport=cuda_ipc, but ")
+    assert why in refused
 
 
 @pytest.mark.parametrize("name", FP32)
@@ -130,6 +204,20 @@ def test_a_run_that_was_stopped_goes_on_to_the_logs_and_weights_of_one_that_was_
     assert resumed == whole
     one, other = (load_file(both.device / name / "weights.safetensors") for name in ("grpo", "resumed"))
     assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
+def test_a_run_that_began_on_a_cpu_goes_on_on_the_device_to_rounding_and_says_so(both: Both) -> None:
+    found = _read(both.device, "elsewhere")
+    assert found["devices"] == ["cuda"]
+    (told,) = found["told"]
+    assert "device was CPU (" in told
+    assert told.endswith("is Pretend GPU")
+    logs = [[log for log in one["logs"] if "loss" in log] for one in (_read(both.cpu, "grpo"), found)]
+    assert [len(log) for log in logs] == [2, 2]
+    for cpu, device in zip(*logs, strict=True):
+        assert device["reward"] == cpu["reward"]
+        assert device["loss"] == pytest.approx(cpu["loss"], rel=1e-5, abs=1e-5)
+        assert device["grad_norm"] == pytest.approx(cpu["grad_norm"], rel=1e-4)
 
 
 def test_recomputed_activations_give_the_gradients_of_kept_ones(both: Both) -> None:
@@ -220,6 +308,16 @@ def test_filters_start_few_products(both: Both) -> None:
 def test_an_element_that_is_not_zero_is_found_where_the_cpu_finds_it(both: Both) -> None:
     found = _read(both.device, "slices")["places"]
     assert found["cuda"] == found["cpu"] == [73, 32, 0, 63, 0, 0]
+
+
+def test_seconds_of_phases_are_read_from_events(both: Both) -> None:
+    """That nothing waits for them, the counts show."""
+    found = _read(both.device, "counts")[counts.FEW]
+    assert found["timed"] >= 20
+    for log in (log for log in found["logs"] if "loss" in log):
+        phases = [seconds for key, seconds in log.items() if key.startswith("time/") and key != "time/step"]
+        assert log["time/forward_backward"] > 0
+        assert 0 < sum(phases) <= log["time/step"]
 
 
 def test_the_device_refuses_what_cuda_refuses_and_counts_what_waits(both: Both) -> None:

@@ -36,6 +36,10 @@ class _Device:
     def __exit__(self, *_: object) -> None: ...
 
 
+class _StreamContext(_Device):
+    """Stands for `torch.cuda.StreamContext`. Dynamo asks whether an object is one."""
+
+
 @contextmanager
 def _nothing(*_: Any, **__: Any) -> Iterator[None]:
     yield
@@ -143,7 +147,7 @@ def _streams() -> dict[str, Any]:
         "default_stream": lambda device=None: stream,
         "set_stream": lambda stream: None,
         "stream": lambda stream: stream or _nothing(),
-        "StreamContext": _nothing,
+        "StreamContext": _StreamContext,
         "is_current_stream_capturing": lambda: False,
     }
 

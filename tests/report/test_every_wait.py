@@ -36,7 +36,7 @@ SILENT = {
         rollouts/driver.py::Running.await_begin rollouts/programs/environment_process.py::_exchange
         rollouts/programs/workers.py::_within rollouts/scores/coroutines.py::run_coroutine
         rollouts/scores/early_scores.py::EarlyScores.take server/supervisor.py::Supervisor._run_once
-        sync/wire/gloo.py::GlooTransport.send sync/wire/gloo.py::Receiver.receive sync/wire/groups/channel.py::GlooChannel.meet
+        sync/wire/gloo.py::GlooTransport.send sync/wire/gloo.py::Receiver.receive
         sync/wire/groups/devices.py::DeviceChannel._wait sync/wire/groups/meeting.py::in_background
         sync/wire/groups/proof.py::SignedStore.get sync/wire/groups/proof.py::SignedStore.wait
         sync/wire/groups/proof.py::authenticate sync/wire/groups/proof.py::prove

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 import socket
 import stat
 from argparse import Namespace
@@ -22,7 +23,7 @@ from lockstep.cli.serve import _where
 from lockstep.engines.http.server_calls import HOW_TO_START
 from lockstep.errors import InputError
 from lockstep.images.files import LARGEST
-from lockstep.server.command import ServeOptions, command_line, environment
+from lockstep.server.command import ServeOptions, command_line, environment, shortened
 from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import KEY_VARIABLE, default_key_file, key_for, make_key, read_key, write_key
 from lockstep.server.launch import check_no_second_model, check_whole_names
@@ -335,6 +336,12 @@ def options(model: str, *rest: str, **changes: Any) -> ServeOptions:
     return ServeOptions(model, **{**settings, **changes}, rest=rest)
 
 
+def values(command: list[str], *names: str) -> list[str]:
+    """What follows each of these arguments, each of which is there once."""
+    assert [command.count(f"--{name}") for name in names] == [1] * len(names)
+    return [command[command.index(f"--{name}") + 1] for name in names]
+
+
 class TestCommand:
     def test_a_further_node_has_the_url_of_the_first(self, untied_dir: str) -> None:
         nodes = ["--nnodes", "2", "--master_addr", "10.0.0.1", "--node_rank"]
@@ -350,6 +357,44 @@ class TestCommand:
         assert "--seed=3" in command
         assert "--logprobs-mode" in command
         assert "--no-async-scheduling" in command
+
+    def test_a_server_on_a_cpu_has_the_defaults_of_a_cpu(
+        self, untied_dir: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        shown = command_line(unbounded := options(untied_dir, max_model_len=None, max_num_seqs=None))
+        assert {"--no-enable-chunked-prefill", "--no-async-scheduling", "--enforce-eager"} <= set(shown)
+        assert values(shown, "max-num-seqs", "max-model-len", "max-num-batched-tokens") == ["64", "512", "4096"]
+        assert shortened(unbounded) == ""
+
+    def test_a_server_on_a_gpu_has_the_defaults_of_a_gpu(
+        self, untied_dir: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        shown = command_line(options(untied_dir, max_model_len=None, max_num_seqs=None))
+        assert {"--enable-chunked-prefill", "--no-enforce-eager"} <= set(shown)
+        assert not [word for word in shown if "async-scheduling" in word or "block-size" in word]
+        assert values(shown, "max-num-seqs", "max-model-len", "max-num-batched-tokens") == ["256", "512", "8192"]
+        own = ("--no-async-scheduling", "--no-enable-chunked-prefill", "--enforce-eager")
+        kept = command_line(options(untied_dir, *own, max_model_len=20_000, max_num_seqs=4))
+        assert set(own) <= set(kept)
+        assert values(kept, "max-num-seqs", "max-model-len", "max-num-batched-tokens") == ["4", "20000", "20000"]
+        assert not {"--enable-chunked-prefill", "--no-enforce-eager"} & set(kept)
+
+    def test_a_server_on_a_gpu_bounds_what_a_long_model_would_take_and_says_so(
+        self, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        long = shutil.copytree(untied_dir, tmp_path / "long")
+        config = json.loads((long / "config.json").read_text(encoding="utf-8"))
+        changed = json.dumps({**config, "max_position_embeddings": 131072})
+        (long / "config.json").write_text(changed, encoding="utf-8")
+        unbounded = options(str(long), max_model_len=None)
+        assert values(command_line(unbounded), "max-model-len", "max-num-batched-tokens") == ["32768", "8192"]
+        assert "at most 32768 of the model's 131072 tokens" in shortened(unbounded)
+        asked = options(str(long), max_model_len=131072)
+        assert values(command_line(asked), "max-model-len", "max-num-batched-tokens") == ["131072", "8192"]
+        assert shortened(asked) == ""
 
     def test_a_server_for_adapters_has_room_and_no_lora_layers_that_nobody_uses(self, untied_dir: str) -> None:
         plain, asked = options(untied_dir), options(untied_dir, "--enable_lora", "--max_lora_rank", "8")

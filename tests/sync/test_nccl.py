@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
+import socket
+import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -13,10 +15,11 @@ import torch
 import torch.distributed as dist
 from test_transports import Worker, arrived_whole, over_groups, weights
 
-from lockstep.errors import InputError
-from lockstep.sync.wire.gloo import NCCL
-from lockstep.sync.wire.groups.channel import FROM_SENDER, GlooChannel
-from lockstep.sync.wire.groups.devices import nccl_environment
+from lockstep.errors import EngineLost, InputError
+from lockstep.sync.wire.gloo import NCCL, GlooTransport
+from lockstep.sync.wire.groups import devices
+from lockstep.sync.wire.groups.channel import FROM_SENDER
+from lockstep.sync.wire.groups.devices import DeviceChannel, nccl_environment
 from lockstep.sync.wire.groups.meeting import Meeting, connect, gloo_group, ready_key
 from lockstep.sync.wire.groups.proof import prove
 from lockstep.sync.wire.nccl import check_gpus, identity_of
@@ -74,6 +77,9 @@ class Impostor(Worker):
         store = dist.TCPStore(info["host"], info["port"], is_master=False, timeout=limit, wait_for_workers=False)
         store.set(ready_key(info["rank"]), "")
         meeting = Meeting(store, info["secret"], info["rank"], info["size"], info["host"], 2.0, lambda: None)
+        agreed = meeting.signed("group/")
+        agreed.set(f"worker{info['rank']}", b"new")
+        assert agreed.get("all") == b"new"
         self.control = connect(meeting)
         group = gloo_group(meeting.signed("device/"), meeting)
         with suppress(RuntimeError):
@@ -83,7 +89,6 @@ class Impostor(Worker):
         with suppress(RuntimeError):
             for data in (counts, self.got):
                 group.broadcast([data], FROM_SENDER).wait()
-            GlooChannel(self.control, meeting).meet()
 
 
 def test_a_program_without_the_secret_in_the_second_group_gets_no_weights() -> None:
@@ -104,29 +109,112 @@ def test_an_impostor_with_the_secret_would_get_weights() -> None:
     assert knowing.got.eq(0).all()
 
 
-class Slow(Worker):
-    """Loads the last chunk slowly. Notes when its part of the push ends."""
+@pytest.fixture
+def groups_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rank of each second group that is made, in order. A group of NCCL would be made at these places."""
+    made: list[int] = []
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-        self.end = 0.0
+    class Counted(DeviceChannel):
+        def __init__(self, meeting: Meeting, *rest: Any) -> None:
+            made.append(meeting.rank)
+            super().__init__(meeting, *rest)
+
+    monkeypatch.setattr(devices, "DeviceChannel", Counted)
+    return made
+
+
+def named(url: str, *failing: int) -> Worker:
+    worker = Worker(*failing)
+    worker.url = url
+    return worker
+
+
+def restarted(worker: Worker) -> Worker:
+    """The worker of the same server after a restart: another process, which has no group."""
+    worker.receiver.close()
+    return named(worker.url)
+
+
+def send(transport: GlooTransport, workers: Sequence[Worker], seed: int) -> None:
+    sent = weights(seed)
+    transport.send(sent, workers)
+    assert all(arrived_whole(worker, sent) for worker in workers)
+
+
+def push_threads() -> set[str]:
+    """The threads of pushes that are still there."""
+    return {t.name for t in threading.enumerate() if t.name.startswith(("lockstep-broadcast", "lockstep-meeting"))}
+
+
+def test_pushes_of_a_run_use_one_group(groups_made: list[int]) -> None:
+    transport, workers = over_groups(NCCL), [named("http://a"), named("http://b")]
+    for seed in range(3):
+        send(transport, workers, seed)
+    assert sorted(groups_made) == [0, 1, 2]
+    transport.close()
+
+
+def test_a_server_that_was_started_again_gets_a_new_group_without_a_failed_push(groups_made: list[int]) -> None:
+    transport, workers = over_groups(NCCL), [named("http://a"), named("http://b")]
+    send(transport, workers, 0)
+    workers[1] = restarted(workers[1])
+    for seed in (1, 2):
+        send(transport, workers, seed)
+    assert sorted(groups_made) == [0, 0, 1, 1, 2, 2]
+    transport.close()
+
+
+def test_other_servers_get_a_new_group(groups_made: list[int]) -> None:
+    transport, workers = over_groups(NCCL), [named("http://a"), named("http://b")]
+    send(transport, workers[:1], 0)
+    send(transport, workers, 1)
+    send(transport, workers[::-1], 2)
+    assert sorted(groups_made) == [0, 0, 0, 1, 1, 1, 2, 2]
+    transport.close()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_push_that_failed_ends_its_group_and_the_next_makes_a_new_one(groups_made: list[int], servers: int) -> None:
+    """With two servers the other one has had all of the failed push, and still has its group."""
+    transport = over_groups(NCCL)
+    workers = [named(f"http://{number}") for number in range(servers)]
+    send(transport, workers, 0)
+    workers[-1]._fails_at = workers[-1].calls + 1
+    with pytest.raises(EngineLost, match="the worker is gone"):
+        transport.send(weights(1), workers)
+    workers[-1]._fails_at = None
+    for seed in (2, 3):
+        send(transport, workers, seed)
+    assert len(groups_made) == 2 * (1 + servers)
+    transport.close()
+
+
+def test_two_trainers_in_turn_make_a_group_each_time_and_every_push_arrives(groups_made: list[int]) -> None:
+    one, other, worker = over_groups(NCCL), over_groups(NCCL), Worker()
+    for seed in range(2):
+        send(one, [worker], seed)
+        send(other, [worker], 10 + seed)
+    assert len(groups_made) == 8
+    one.close()
+    other.close()
+
+
+class Noting(Worker):
+    """Notes the port at which the ranks of a push met."""
 
     def update_weights(self, info: dict[str, Any]) -> None:
+        self.port = info["port"]
         super().update_weights(info)
-        self.end = time.monotonic()
-
-    def _load(self, arrived: Any) -> None:
-        super()._load(arrived)
-        time.sleep(self._seconds)
-        self.loaded = time.monotonic()
 
 
-def test_no_rank_leaves_before_all_ranks_have_received_everything() -> None:
-    """A rank may still pass on data over NCCL when its own operation has ended."""
-    fast, slow = Slow(0.0), Slow(0.3)
-    over_groups(NCCL).send(weights(0), [fast, slow])
-    assert fast.end >= slow.loaded
+def test_the_port_at_which_ranks_meet_closes_with_the_push_and_at_the_end_no_thread_is_left() -> None:
+    transport, worker = over_groups(NCCL), Noting()
+    send(transport, [worker], 0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", worker.port))
+    transport.close()
+    worker.receiver.close()
+    assert push_threads() == set()
 
 
 @pytest.mark.parametrize(

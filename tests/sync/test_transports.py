@@ -18,14 +18,14 @@ from torch.distributed import TCPStore
 
 from lockstep.errors import EngineLost, InputError
 from lockstep.sync.wire import chunks as chunks_module
-from lockstep.sync.wire import gloo, shared_memory
+from lockstep.sync.wire import cuda_ipc, gloo, shared_memory
 from lockstep.sync.wire import transport as transport_module
 from lockstep.sync.wire.chunks import Named, chunks
+from lockstep.sync.wire.cuda_ipc import CudaIPCTransport
 from lockstep.sync.wire.gloo import GLOO, NCCL, GlooTransport, Receiver
 from lockstep.sync.wire.groups.meeting import Meeting, connect, ready_key
 from lockstep.sync.wire.nccl import NCCLTransport
 from lockstep.sync.wire.shared_memory import Segment, SharedMemoryTransport
-from lockstep.sync.wire.slots import worker_chunks
 from lockstep.sync.wire.transport import choose_transport
 
 CHUNK = 4096
@@ -48,23 +48,19 @@ class Worker:
         self._fails_at = fails_at
 
     def init_transfer(self, info: dict[str, Any]) -> None:
-        self.segment = Segment(info["segment"], info["bytes"])
+        self.segment = cuda_ipc.open_segment(info["segment"], info["bytes"], info.get("buffer"), torch.device("cpu"))
 
     def update_weights(self, info: dict[str, Any]) -> None:
         if info["transport"] in (GLOO, NCCL):
             coming = self.receiver.receive(info, info["chunks"])
         else:
             assert self.segment is not None
-            coming = shared_memory.pieces_of(
-                worker_chunks(
-                    self.segment.memory,
-                    self.segment.handle,
-                    info["chunks"],
-                    push=info["push"],
-                    worker=info["rank"],
-                    workers=info["size"],
-                    timeout=info["timeout"],
-                )
+            coming = self.segment.pieces(
+                info["chunks"],
+                push=info["push"],
+                worker=info["rank"],
+                workers=info["size"],
+                timeout=info["timeout"],
             )
         with closing(coming):
             for arrived in coming:
@@ -99,6 +95,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     def small(tensors: Iterable[Named], limit: int = CHUNK) -> Any:
         return chunks(tensors, limit)
 
+    monkeypatch.setattr(cuda_ipc, "mapped", cuda_ipc.mapped)
     for module in (shared_memory, gloo):
         monkeypatch.setattr(module, "chunks", small)
     monkeypatch.setattr(gloo, "CHUNK_BYTES", CHUNK)
@@ -111,8 +108,20 @@ def over_groups(name: str, limit: float = 20.0) -> GlooTransport:
     return NCCLTransport("127.0.0.1", 0, limit, torch.device("cpu"))
 
 
+class OneBuffer(CudaIPCTransport):
+    """The buffer is memory of this process. `tests/pretend_cuda/ipc.py` has two processes, and handles."""
+
+    def _shared_buffer(self, size: int, servers: int) -> tuple[torch.Tensor | None, list[dict[str, Any]]]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda_ipc, "exported", lambda buffer: [])
+            found = super()._shared_buffer(size, servers)
+        cuda_ipc.mapped = lambda handle, device: self._buffer  # type: ignore[assignment]
+        return found
+
+
 GROUPS = [GLOO, NCCL]
 TRANSPORTS: dict[str, Callable[[], Any]] = {
+    "cuda_ipc": lambda: OneBuffer(20.0, torch.device("cpu")),
     "shared_memory": lambda: SharedMemoryTransport(20.0),
     GLOO: lambda: over_groups(GLOO),
     NCCL: lambda: over_groups(NCCL),
@@ -181,9 +190,9 @@ class Killed(Worker):
             # It does not take part in the second group.
             store = TCPStore(info["host"], info["port"], is_master=False, wait_for_workers=False)
             store.set(ready_key(info["rank"]), "")
-            self.control = connect(
-                Meeting(store, info["secret"], info["rank"], info["size"], info["host"], 60.0, lambda: None)
-            )
+            meeting = Meeting(store, info["secret"], info["rank"], info["size"], info["host"], 60.0, lambda: None)
+            meeting.signed("group/").set(f"worker{info['rank']}", b"new")
+            self.control = connect(meeting)
         if self._stage == "receiving":
             self.coming = self.receiver.receive(info, info["chunks"])
             next(self.coming)
@@ -222,6 +231,22 @@ def test_shared_memory_is_two_chunks_and_a_worker_of_it_has_no_memory_of_its_own
     counters = counts = chunks_module.ALIGNMENT
     assert worker.segment.memory.numel() <= counters + 2 * (counts + chunks_module.aligned(max(CHUNK, largest_tensor)))
     assert worker.receiver._buffer.numel() == 0
+
+
+def test_cuda_ipc_has_one_slot_and_the_same_buffer_after_a_failure() -> None:
+    """A process that was killed never gives back what it had mapped, so a new buffer each time would fill the GPU."""
+    transport, worker = OneBuffer(20.0, torch.device("cpu")), Worker()
+    transport.send(weights(0), [worker])
+    assert transport._buffer is not None
+    kept = transport._buffer.data_ptr()
+    counts = chunks_module.ALIGNMENT
+    assert transport._buffer.numel() <= counts + chunks_module.aligned(max(CHUNK, 4 * max(SIZES)))
+    assert worker.segment is not None
+    assert worker.segment.memory.numel() <= chunks_module.ALIGNMENT
+    transport.forget()
+    transport.send(weights(1), [worker])
+    assert transport._buffer.data_ptr() == kept
+    assert arrived_whole(worker, weights(1))
 
 
 @pytest.mark.parametrize("sizes", [SIZES, [size for size in SIZES if size <= 600], [100] * 30, [3]])

@@ -31,6 +31,8 @@ from lockstep.errors import InputError
 from lockstep.models.base_digest import _digest
 from lockstep.parity.resume.checkpoint import memory_digests
 from lockstep.parity.resume.surroundings import surroundings
+from lockstep.training.batch.pack import pack_rows
+from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.run_files.run_identity import curve_settings
 
 
@@ -55,6 +57,7 @@ def several_gpus() -> dict[str, Any]:
         refused = str(error)
     return {
         "n_gpu": [one.n_gpu, server.n_gpu, on_cpu.n_gpu],
+        "sequences": [c.vllm_max_num_seqs for c in (config(use_vllm=True), config(use_vllm=True, vllm_max_num_seqs=7))],
         "batch": [one.train_batch_size, on_cpu.train_batch_size],
         "device": [str(one.device), str(server.device), str(on_cpu.device)],
         "line": line,
@@ -128,9 +131,13 @@ def reads_in_other_threads() -> dict[str, Any]:
     return found
 
 
+def plain_rows() -> dict[str, Any]:
+    """The positions of a pack of two plain rows, as they arrive on the device."""
+    (pack,) = pack_rows([TrainingSequence(f"a#{i}", (5, 6), (7, 8), (0.0,) * 2) for i in range(2)], 64)
+    there = pack.to(torch.device("cuda"))
+    return {"device": there.position_ids.device.type, "positions": there.position_ids.tolist()}
+
+
 if __name__ == "__main__":
-    print(
-        json.dumps(
-            {part.__name__: part() for part in (several_gpus, other_device, determinism, reads_in_other_threads)}
-        )
-    )
+    parts = (several_gpus, other_device, determinism, reads_in_other_threads, plain_rows)
+    print(json.dumps({part.__name__: part() for part in parts}))

@@ -56,7 +56,13 @@ def trainer(
 
 
 def weights(run: GRPOTrainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    """Copies of the model's parameters, on the host."""
+    return {name: p.detach().clone().cpu() for name, p in run.model.named_parameters()}
+
+
+def pushed(run: GRPOTrainer) -> dict[str, torch.Tensor]:
+    """What a push sends, on the host."""
+    return {name: tensor.cpu() for name, tensor in weights_of(run.model)}
 
 
 @pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, needs_vllm])])
@@ -83,7 +89,7 @@ def test_a_run_raises_no_gap_and_moves_the_adapter_alone(
     assert all(log["parity/max_abs_gap"] < 1e-3 for log in logs)
     # The policy now differs from the base model.
     base = dict(make_model().named_parameters())
-    assert all(not torch.equal(tensor, base[name]) for name, tensor in weights_of(run.model) if "up_proj" in name)
+    assert all(not torch.equal(tensor, base[name]) for name, tensor in pushed(run).items() if "up_proj" in name)
     receipt = [json.loads(line) for line in (tmp_path / "receipt.jsonl").read_text().splitlines()]
     assert [entry["version"] for entry in receipt if entry["kind"] == "step"] == [0, 1, 2, 3]
     assert len({entry["digest"] for entry in receipt if entry["kind"] == "step"}) == 4
@@ -97,7 +103,7 @@ def test_a_new_adapters_policy_is_the_models_and_its_seed_is_the_runs(
         return trainer(untied_dir, tmp_path, hf_engine, lora(), seed=seed)
 
     run = made(42, 1)
-    sent, base = dict(weights_of(run.model)), dict(make_model().named_parameters())
+    sent, base = pushed(run), dict(make_model().named_parameters())
     assert sent.keys() == base.keys()
     assert all(torch.equal(sent[name], base[name]) for name in base)
     again, other = weights(made(42, 2)), weights(made(43, 1))

@@ -182,7 +182,7 @@ def test_a_run_proves_every_token_of_every_branch(
     run.loop._begin_step = noted
     before = parameters(run.model)
     run.train()
-    assert any(not torch.equal(before[name], p) for name, p in run.model.named_parameters())
+    assert any(not torch.equal(before[name], p) for name, p in parameters(run.model).items())
     logs = [log for log in run.state.log_history if "loss" in log]
     for generation, log in zip(seen, logs, strict=True):
         sampled = sum(len(c.sampled_places) for c in generation.completions)

@@ -45,6 +45,21 @@ def test_one_process_on_a_machine_with_several_gpus_uses_one_and_says_which(on_g
     assert not found["line on the cpu"]
 
 
+def test_vllm_decodes_more_sequences_together_on_a_gpu_and_a_users_number_stays(
+    on_gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert on_gpus["several_gpus"]["sequences"] == [256, 7]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    fields = {"output_dir": "unused", "report_to": [], "use_cpu": True}
+    made = [GRPOConfig(**fields, use_vllm=vllm).vllm_max_num_seqs for vllm in (True, False)]  # type: ignore[arg-type]
+    assert made == [64, None]
+
+
+def test_several_plain_rows_arrive_on_a_gpu(on_gpus: dict[str, Any]) -> None:
+    """All rows have the same positions, which are one row of memory on the host."""
+    assert on_gpus["plain_rows"] == {"device": "cuda", "positions": [[0, 1, 2]] * 2}
+
+
 def test_the_engine_may_be_split_over_as_many_gpus_as_the_process_sees(on_gpus: dict[str, Any]) -> None:
     assert on_gpus["several_gpus"]["workers"] == 2
     assert "over 4 workers, and this process sees 2 GPUs" in on_gpus["several_gpus"]["refused"]

@@ -139,7 +139,7 @@ def test_the_best_adapter_is_loaded_into_the_adapter(untied_dir: str, tmp_path: 
     arguments = {"reward_funcs": best_at_two, "eval_dataset": PROMPTS.select(range(2)), "peft_config": lora()}
     run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, **arguments)
     run.train()
-    own = peft.get_peft_model_state_dict(run.model)
+    own = {name: tensor.cpu() for name, tensor in peft.get_peft_model_state_dict(run.model).items()}
     best, last = (load_file(tmp_path / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (2, 4))
     assert own.keys() == best.keys()
     assert all(torch.equal(own[name], tensor) for name, tensor in best.items())

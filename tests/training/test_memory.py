@@ -174,7 +174,9 @@ def test_a_reward_model_and_the_engine_of_transformers_are_counted_as_they_are_l
     )  # fmt: skip
     scorer.save_pretrained(tmp_path / "scorer")
     found = memory.memory_of_run(
-        config_of(tmp_path), RunModels(untied_dir, rewards=[len, str(tmp_path / "scorer")]), CPU
+        config_of(tmp_path),
+        RunModels(untied_dir, rewards=[len, str(tmp_path / "scorer")]),
+        gpu(64 * GIB) if torch.cuda.is_available() else CPU,
     )
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scorer", dtype="auto")
     assert sizes(found)["reward models"] == held(states_of(loaded))
@@ -360,6 +362,8 @@ def test_a_cpu_is_not_refused_for_what_fits_into_swap_or_stays_in_the_files(
     untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Frozen weights and a transformers engine may be views of the model's files, which the system reads again when it must."""
+    # On a machine with a GPU the engine takes that one.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def check(models: RunModels, size: int, swap: int | None) -> None:
         monkeypatch.setattr(memory, "room_of", lambda device: Room(device, "this machine", size, swap))

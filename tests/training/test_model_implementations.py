@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 import pytest
-from conftest import VLLM
+from conftest import needs_vllm
 
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.errors import InputError
@@ -17,7 +17,8 @@ def by_length(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text) % 3) for text in completions]
 
 
-@pytest.mark.skipif(not VLLM, reason="vLLM is not installed")
+@pytest.mark.vllm
+@needs_vllm
 def test_a_run_samples_with_the_implementation_of_transformers(tied_dir: str, tmp_path: Path) -> None:
     config = GRPOConfig(
         output_dir=str(tmp_path),

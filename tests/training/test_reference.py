@@ -47,9 +47,9 @@ def test_the_reference_is_the_policy_of_the_start_and_the_divergence_from_it_beg
         assert same(parameters(reference_of(run)), start_weights)
         assert not any(p.requires_grad for p in reference_of(run).parameters())
     with run.reference.model() as model:
-        ids = torch.arange(4, 40)[None]
+        ids = torch.arange(4, 40, device=model.device)[None]
         with torch.no_grad():
-            assert torch.equal(model(ids).logits, make_model()(ids).logits)
+            assert torch.equal(model(ids).logits, make_model().to(model.device)(ids).logits)
     # The adapter is restored: the trained parameters, and the results of the model.
     assert {name for name, p in run.model.named_parameters() if p.requires_grad} == {
         name for name in trained if not adapter or "lora_" in name
@@ -63,7 +63,7 @@ def test_the_reference_is_the_policy_of_the_start_and_the_divergence_from_it_beg
 def test_the_reference_comes_back_after_an_error(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
     run = make("RLOO", untied_dir, tmp_path, hf_engine, {**GROUPS, "max_steps": 2}, peft_config=lora())
     run.train()
-    ids = torch.arange(4, 40)[None]
+    ids = torch.arange(4, 40, device=run.model.device)[None]
     with torch.no_grad():
         before = run.model(ids).logits
 

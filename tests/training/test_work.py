@@ -33,7 +33,7 @@ def test_a_pass_that_scores_no_pack_is_counted_too(
     real = proofs.check
 
     def prove(*args: Any, **kwargs: Any) -> None:
-        models[of](input_ids=torch.tensor([[5, 6]]))
+        models[of](input_ids=torch.tensor([[5, 6]], device=run.model.device))
         real(*args, **kwargs)
 
     monkeypatch.setattr(proofs, "check", prove)
@@ -187,7 +187,7 @@ def test_figures_of_what_takes_no_pass_in_a_step_are_those_of_the_pass_before_th
     # The group with equal rewards keeps its old entropy; the other group has the entropy after one step.
     pack, logps, entropies = later[-1]
     agreed = column([s for s in batch if not run.objective.has_gradient(s)], "entropies")
-    assert second["entropy"] == pytest.approx(float(torch.cat([agreed, entropies]).mean()), rel=1e-5)
+    assert second["entropy"] == pytest.approx(float(torch.cat([agreed, entropies.cpu()]).mean()), rel=1e-5)
     assert second["entropy"] != pytest.approx(first["entropy"], rel=1e-4)
     # The change of the policy is measured over the tokens with new log-probs.
     moved = float((logps - pack.column("old_logps")).abs().mean())

@@ -14,6 +14,7 @@ from lockstep.engines.filters.sampling import filtered
 from lockstep.engines.protocol import Completion, RequestKey, Sampling
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.rescoring import Precision, sequence_logits
+from lockstep.parity.tolerances import tolerance
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.verify.logprob_checks import _semantics_row
 
@@ -55,12 +56,25 @@ def test_a_set_of_other_filters_fails_its_row(engines: dict[str, float], extra: 
         sample=lambda *_, **__: [made],
         model=model,
         precision=Precision(),
-        engine=SimpleNamespace(settings=lambda: SimpleNamespace(second_runner=False)),
+        engine=SimpleNamespace(settings=lambda: SimpleNamespace(searches_top_p=False)),
         trainer=SimpleNamespace(proofs=SimpleNamespace(engine_dtype=torch.float32)),
     )
     row = _semantics_row(stage, "top-p 0.9", Distribution(ASKED), True)
     assert row.passed is passes, row.figure
+    assert "8 bits" not in row.figure
     if passes:
         assert "6 sets of kept ids" in row.figure
     else:
         assert "top_p" in row.figure
+
+
+def test_a_row_says_that_an_engine_in_8_bits_goes_on_to_quantise_its_inputs() -> None:
+    model, half = make_model(), tolerance(torch.float32, torch.float32)
+    stage: Any = SimpleNamespace(
+        sample=lambda *_, **__: [sampled(ASKED, model, 0)],
+        model=model,
+        precision=Precision(),
+        engine=SimpleNamespace(settings=lambda: SimpleNamespace(second_runner=False)),
+        trainer=SimpleNamespace(proofs=SimpleNamespace(engine_dtype=torch.float32, limit=half)),
+    )
+    assert "; inputs in 8 bits, wider limits" in _semantics_row(stage, "top-p 0.9", Distribution(ASKED), False).figure

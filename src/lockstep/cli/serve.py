@@ -48,7 +48,7 @@ def run(words: list[str]) -> int:
         from lockstep.engines.vllm.workers.environment import socket_folder
         from lockstep.models.cuda import check_driver
         from lockstep.models.resolve import resolve_model
-        from lockstep.server.command import ServeOptions, command_line, environment
+        from lockstep.server.command import ServeOptions, command_line, environment, shortened
         from lockstep.server.keys import write_key
         from lockstep.server.machine import check_file_limit, private_environment, reserved_port
         from lockstep.server.supervisor import Supervisor, check_port
@@ -70,6 +70,8 @@ def run(words: list[str]) -> int:
         rest=tuple(rest),
     )
     command = command_line(options)
+    if (line := shortened(options)) and not options.is_later_node:
+        _say(line)
     if arguments.dry_run:
         say(masked(" ".join(command)))
         return 0
@@ -130,8 +132,13 @@ def _parser() -> argparse.ArgumentParser:
         help="hold the weights in 8 bits, for training with the field vllm_quantization: fp8_per_channel",
     )
     for name, kind, default, text in (
-        ("max_model_len", int, None, "longest prompt + completion, in tokens; default: the model's own"),
-        ("max_num_seqs", int, 64, "most sequences decoded together"),
+        (
+            "max_model_len",
+            int,
+            None,
+            "longest prompt + completion, in tokens; default: the model's own, on a GPU at most 32768",
+        ),
+        ("max_num_seqs", int, None, "most sequences decoded together; default: 256 on a GPU, 64 on a CPU"),
         ("tensor_parallel_size", int, 1, "GPUs that one copy of the model is split over"),
         ("data_parallel_size", int, 1, "copies of the model behind this address"),
         ("gpu_memory_utilization", float, 0.9, "share of a GPU's memory that vLLM may take"),

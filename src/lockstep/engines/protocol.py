@@ -135,6 +135,7 @@ class EngineSettings:
         structured_outputs: the library that makes the masks of grammars, and those of its settings that are not the defaults.
         normalises_pixels: whether the engine normalises pixels itself. Pixels that are already normalised would then be wrong.
         second_runner: whether vLLM computes with its second model runner, which it uses on GPUs.
+        searches_top_p: whether the engine searches the edge of top-p instead of sorting, so that it comes only near to it.
         request_limits: the largest number of ids that one request may name, per setting (`engines/vllm/limits.py`).
     """
 
@@ -155,6 +156,7 @@ class EngineSettings:
     structured_outputs: str = ""
     normalises_pixels: bool = False
     second_runner: bool = False
+    searches_top_p: bool = False
     request_limits: Mapping[str, int] = field(default_factory=dict)
 
 

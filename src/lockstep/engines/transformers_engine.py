@@ -85,7 +85,7 @@ class TransformersEngine:
         tokenizer: used to find stop strings in sampled text, and to compile grammars. The engine never encodes text with it.
         dtype: dtype of the engine's copy of the model.
         max_model_len: longest prompt + completion, in tokens.
-        max_num_seqs: largest number of sequences that are decoded together.
+        max_num_seqs: largest number of sequences that are decoded together; None: 64.
         timeout: seconds that one round of requests may take.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
     """
@@ -99,7 +99,7 @@ class TransformersEngine:
         *,
         dtype: torch.dtype,
         max_model_len: int,
-        max_num_seqs: int = 64,
+        max_num_seqs: int | None = None,
         timeout: float = 600.0,
         fp32_head: bool = False,
     ) -> None:
@@ -119,7 +119,7 @@ class TransformersEngine:
         self._name = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs = max_num_seqs or 64
         self._timeout = timeout
         self._keeps_state = keeps_state(self._model.config)
         self._version: int | None = None

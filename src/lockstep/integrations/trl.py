@@ -26,6 +26,7 @@ from lockstep.connection import connect
 from lockstep.engines.http.following import FollowingServer
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.engines.vllm.arguments import usual_sequences
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.integrations.lone_calls import LoneCalls
@@ -59,7 +60,6 @@ from lockstep.training.trainers.setup.arguments import context_within
 
 # A call can lose its engine at most four times. Each time it may push, generate and wait, for one time limit each.
 _LONGEST_CALL = 12
-_SEQUENCES = 64
 
 
 class LockstepGeneration:
@@ -81,7 +81,7 @@ class LockstepGeneration:
         server_timeout: seconds that the wait for a server, one of its calls, or one generation may take.
         group_port: port for weights over gloo. Servers on this machine get weights through shared memory.
         max_model_length: by default the model's whole context. A completion ends at this limit.
-        max_num_seqs: number of sequences decoded together per rank; 64 by default.
+        max_num_seqs: number of sequences decoded together per rank; by default 64, and 256 on a GPU.
         top_p, top_k, min_p, repetition_penalty: sampled exactly, and the log-probs are those of the sampling distribution.
             TRL's trainers nevertheless score the whole distribution (TRL #6789). Their ratios then contain the difference; a
             warning says so.
@@ -299,7 +299,7 @@ class LockstepGeneration:
         context = given["max_model_length"] or context_within(self.model, None)
         check_positions(causal_model(self.model).config.get_text_config(), context, by_capacity=vllm_installed())
         # TRL counts the sequences of all ranks that share an engine, which are `workers` ranks there.
-        sequences = -(-given["max_num_seqs"] // workers) if given["max_num_seqs"] else _SEQUENCES
+        sequences = -(-given["max_num_seqs"] // workers) if given["max_num_seqs"] else usual_sequences()
         return start_here(
             path,
             tokenizer_of(self.processing_class),

@@ -86,6 +86,19 @@ def prepare_cuda() -> None:
         torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
 
 
+def marks_of(device: torch.device) -> Callable[[], torch.cuda.Event] | None:
+    """A function that records an event on the calling thread's stream, whose time can be read later; None for a CPU."""
+    if device.type != "cuda":
+        return None
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return mark
+
+
 Written = dict[torch.device, torch.cuda.Event]
 
 

@@ -93,7 +93,6 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
     must("head_dtype", actual.head_dtype, expected.head_dtype)
     must("vocab_size", actual.vocab_size, expected.vocab_size)
     must("logprobs_mode", actual.logprobs_mode, "processed_logprobs")
-    must("async_scheduling", actual.async_scheduling, False)
     must("quantization", actual.quantization, expected.quantization)
     if expected.pictures:
         must("mm_device_do_normalize", actual.normalises_pixels, False)
@@ -107,7 +106,10 @@ def check_settings(expected: ExpectedSettings, actual: EngineSettings) -> None:
     if expected.sampling is not None and expected.sampling.grammar is not None:
         must("structured_outputs", actual.structured_outputs, GRAMMAR_BACKEND)
     if actual.max_model_len < expected.min_model_len:
-        wrong.append(f"max_model_len is {actual.max_model_len} in the engine, training needs {expected.min_model_len}")
+        wrong.append(
+            f"max_model_len is {actual.max_model_len} in the engine, training needs {expected.min_model_len} (a server: "
+            f"--max_model_len {expected.min_model_len})"
+        )
     if wrong:
         raise ProofError(
             "handshake",

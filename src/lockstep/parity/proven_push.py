@@ -7,6 +7,7 @@ users' own trainers (`connection.py`). This module calls `sync/push.py`, `parity
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +31,16 @@ from lockstep.sync.adapters.source import EffectiveSource
 from lockstep.sync.push import SyncRecord, forget_push, push_weights
 from lockstep.tokens.tokenizer import embedding_rows
 
+_logger = logging.getLogger(__name__)
+
 Phase = Callable[[str], AbstractContextManager]
+# Told once, where the sharper canary of an engine in 8 bits is left out.
+_COMPILED = (
+    "the engine runs compiled programs (CUDA graphs) or packed codes, so its layers in 8 bits cannot leave their inputs as they "
+    "are: "
+    "the canary without quantised inputs is left out, and log-probs are held to the wider limits of 8 bits. "
+    "vllm_engine_kwargs: {enforce_eager: true}, or --enforce-eager for a server, brings it back where programs are the reason"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +99,7 @@ class ProvenPusher:
         self._adapters = AdapterPusher(model, engine) if adapter_alone else None
         self._module_probe: ModuleProbe | None = None
         self._probed: tuple[str, ...] = ()
-        self._trusted = False
+        self._trusted, self._told = False, False
         self.proof: PushProof | None = None
 
     @property
@@ -184,6 +194,9 @@ class ProvenPusher:
             self.quantisation.with_whole_inputs = score_with_whole_inputs(
                 self._engine, self.quantisation, sequences, self._limit, version
             )
+            if self.quantisation.with_whole_inputs is None and not self._told:
+                self._told = True
+                _logger.info(_COMPILED)
         gap = score_canary(self._model, self._engine, context, self.precision)
         check_canary(gap, self.limit, version)
         return gap

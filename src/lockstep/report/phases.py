@@ -1,11 +1,16 @@
-"""Measures the seconds per phase of a step. One clock belongs to one run; the logs, the live view and the summary read it."""
+"""Measures the seconds per phase of a step. One clock belongs to one run; the logs, the live view and the summary read it.
+
+The host gives a GPU its work ahead of time. On the host's clock the seconds of that work would belong to the phase in which the
+host next waits for it. So on a GPU a phase lasts from one mark to another in the GPU's own queue of work.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 PHASES = ("generate", "rewards", "reference", "forward_backward", "optimizer", "sync", "verify")
 _WORDS = {
@@ -19,12 +24,31 @@ _WORDS = {
 }
 
 
-class PhaseClock:
-    """Accumulates wall seconds per phase since the last `take`."""
+class Mark(Protocol):
+    """A moment in a GPU's queue of work, which it has perhaps not come to yet: `torch.cuda.Event(enable_timing=True)`."""
 
-    def __init__(self) -> None:
+    def query(self) -> bool:
+        """Whether the GPU has come to it."""
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds from this mark to a later one. The GPU has come to both."""
+
+
+class PhaseClock:
+    """Accumulates seconds per phase since the last `take`.
+
+    Args:
+        mark: puts a mark into the queue of the device that computes, and returns it. None: the host computes, and its clock tells
+            the seconds.
+    """
+
+    def __init__(self, mark: Callable[[], Mark] | None = None) -> None:
         self._recent = dict.fromkeys(PHASES, 0.0)
         self._open: dict[str, float] = {}
+        self._mark = mark
+        # The mark at the beginning of each open phase, and the closed phases whose end the device had not come to yet.
+        self._begun: dict[str, Mark] = {}
+        self._ahead: deque[tuple[str, Mark, Mark]] = deque()
         self._since = time.perf_counter()
         self._answered = self._asked = self._tokens = 0
 
@@ -70,23 +94,40 @@ class PhaseClock:
 
     def start(self, name: str) -> None:
         self._open[name] = time.perf_counter()
+        if self._mark is not None:
+            self._begun[name] = self._mark()
 
     def stop(self, name: str) -> None:
-        self._recent[name] += time.perf_counter() - self._open.pop(name)
+        since = self._open.pop(name)
+        if self._mark is None:
+            self._recent[name] += time.perf_counter() - since
+            return
+        self._ahead.append((name, self._begun.pop(name), self._mark()))
+        self._settle()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Do not count the seconds of a block (an evaluation)."""
-        recent, start = dict(self._recent), time.perf_counter()
+        kept, start = (dict(self._recent), self._ahead.copy()), time.perf_counter()
         try:
             yield
         finally:
-            self._recent = recent
+            self._recent, self._ahead = kept
             self._since += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """Seconds per phase since the last call, and all wall seconds under `step`. Then the clock starts again from zero."""
+        """Seconds per phase since the last call, and all wall seconds under `step`. Then the clock starts again from zero.
+
+        It does not wait for a GPU: a phase whose end the GPU has not come to is told by a later call.
+        """
+        self._settle()
         now = time.perf_counter()
         recent = {**self._recent, "step": now - self._since}
         self._recent, self._since = dict.fromkeys(PHASES, 0.0), now
         return recent
+
+    def _settle(self) -> None:
+        """Add the seconds of the phases whose end the device has come to."""
+        while self._ahead and self._ahead[0][2].query():
+            name, begin, end = self._ahead.popleft()
+            self._recent[name] += begin.elapsed_time(end) / 1000

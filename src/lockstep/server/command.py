@@ -22,6 +22,7 @@ from lockstep.engines.vllm.arguments import (
     check_quantization,
     cpu_cache_bytes,
     engine_arguments,
+    usual_sequences,
 )
 from lockstep.engines.vllm.refused import refuse_family
 from lockstep.engines.vllm.requests.pictures import picture_arguments
@@ -37,6 +38,9 @@ from lockstep.server.keys import KEY_VARIABLE
 
 # Largest key-value cache on a CPU, in bytes.
 _LARGEST_CPU_CACHE = 4 << 30
+# Longest sequence of a server on a GPU, in tokens, if the user names none. A model may allow a million, and then vLLM refuses to
+# start unless its cache holds a whole sequence of them.
+_GPU_LENGTH = 32768
 # GiB of memory that the pictures of prompts may take. vLLM allocates the memory when pictures arrive.
 _PICTURE_CACHE = 4
 
@@ -49,7 +53,8 @@ class ServeOptions:
 
     Attributes:
         model: directory or hub id that vLLM can load (`models/resolve.py`).
-        max_model_len: longest prompt + completion in tokens; None: the model's own limit.
+        max_model_len: longest prompt + completion in tokens; None: `usual_length`.
+        max_num_seqs: largest number of sequences that are decoded together; None: 256 on a GPU, 64 on a CPU.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
         quantization: vLLM's name of the scheme in which the engine holds the weights in 8 bits; None: in `dtype`.
         rest: further arguments of vLLM's server, as the user typed them.
@@ -60,7 +65,7 @@ class ServeOptions:
     port: int
     dtype: torch.dtype
     max_model_len: int | None
-    max_num_seqs: int
+    max_num_seqs: int | None
     tensor_parallel_size: int
     gpu_memory_utilization: float
     fp32_head: bool = False
@@ -93,15 +98,18 @@ def command_line(options: ServeOptions) -> list[str]:
     check_words(options.rest)
     refuse_family(options.model)
     check_quantization(options.quantization, options.dtype, "quantization")
-    length = _context(options.model) if options.max_model_len is None else options.max_model_len
+    length = usual_length(options.model) if options.max_model_len is None else options.max_model_len
+    sequences = options.max_num_seqs or usual_sequences()
+    given = {name_of(word) for word in options.rest if word.startswith("--")}
     arguments: dict[str, Any] = {
         **engine_arguments(
             options.model,
             options.dtype,
             length,
-            options.max_num_seqs,
+            sequences,
             fp32_head=options.fp32_head,
             quantization=options.quantization,
+            whole_prompts="no_enable_chunked_prefill" in given,
         ),
         **(picture_arguments(cache_gb=_PICTURE_CACHE) if reads_pictures(load_files(AutoConfig, options.model)) else {}),
         "host": options.host,
@@ -121,9 +129,8 @@ def command_line(options: ServeOptions) -> list[str]:
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
     else:
-        needed = cpu_cache_bytes(options.model, options.dtype, length, options.max_num_seqs)
+        needed = cpu_cache_bytes(options.model, options.dtype, length, sequences)
         arguments["kv_cache_memory_bytes"] = min(needed, _LARGEST_CPU_CACHE)
-    given = {name_of(word) for word in options.rest if word.startswith("--")}
     given |= {name.removeprefix("no_") for name in given}
     flags = [word for name, value in arguments.items() if name not in given for word in _flags(name, value)]
     if "enable_lora" in _given(options.rest):
@@ -187,6 +194,26 @@ def _path_of(given: Mapping[str, str]) -> dict[str, str]:
     """PYTHONPATH without empty entries. An empty entry means the current directory, and is usually there by accident."""
     path = given.get("PYTHONPATH")
     return {} if path is None else {"PYTHONPATH": os.pathsep.join(filter(None, path.split(os.pathsep)))}
+
+
+def usual_length(model: str) -> int:
+    """The longest sequence of a server if the user names none: the model's own limit, on a GPU at most 32768 tokens.
+
+    Raises:
+        InputError: the model has no limit.
+    """
+    length = _context(model)
+    return min(length, _GPU_LENGTH) if torch.cuda.is_available() else length
+
+
+def shortened(options: ServeOptions) -> str:
+    """A line for the user if the server takes shorter sequences than its model, and nobody has asked for that; else empty."""
+    if options.max_model_len is not None or (length := usual_length(options.model)) == _context(options.model):
+        return ""
+    return (
+        f"this server takes sequences of at most {length} of the model's {_context(options.model)} tokens, to bound its memory; "
+        "--max_model_len sets another length"
+    )
 
 
 def _context(model: str) -> int:

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, Trainer
 
 from lockstep.engines.adapters.in_process import adapter_arguments
-from lockstep.engines.vllm.arguments import cpu_cache_bytes
+from lockstep.engines.vllm.arguments import cpu_cache_bytes, usual_sequences
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.model_files import build_empty, load_files
@@ -667,7 +667,7 @@ def _engine_parts(
         limits = [n for n in (config.context_limit, context_length(base.config)) if n is not None]
         # The prompts are not read yet. Without a length from the user, the cache of the completions alone is counted.
         longest = min(limits) if config.context_limit else min(config.completion_limit + 2, *limits)
-        cache = cpu_cache_bytes(path, dtype, longest, config.vllm_max_num_seqs)
+        cache = cpu_cache_bytes(path, dtype, longest, config.vllm_max_num_seqs or usual_sequences())
     if room.on_gpu:
         return [Part(ENGINE, math.ceil(weights / workers) + cache, when, detail=f"{in_gib(cache)} of it cache")]
     more = "" if config.context_limit or "kv_cache_memory_bytes" in settings else "at least, without prompts"

@@ -92,15 +92,15 @@ def _semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact
     for c in completions:
         own = completion_logps(stage.model, c.prompt_ids, c.token_ids, distribution, stage.precision, c.kept_ids)
         gap = gap + measure_gap(torch.tensor(c.logprobs), own, [str(c.key)], [len(c.token_ids)])
-    note, sampling = "", distribution.sampling
+    note, sampling = "" if is_exact else "; inputs in 8 bits, wider limits", distribution.sampling
     if sampling.is_filtered:
-        sets = KeptSetProof(distribution, limit, stage.engine.settings().second_runner)
+        sets = KeptSetProof(distribution, limit, stage.engine.settings().searches_top_p)
         try:
             found = sets.check(token for c in completions for token in _kept_tokens(stage, c, distribution))
             found.check_mean(sampling, limit)
         except ProofError as error:
             return Row(proof, error.found, "the ids that the filters keep", False, error.fix)
-        note = f"; {found.tokens} sets of kept ids" + (f", {found.differences} other ids" if found.differences else "")
+        note += f"; {found.tokens} sets of kept ids" + (f", {found.differences} other ids" if found.differences else "")
     return gap_row(
         proof,
         gap,

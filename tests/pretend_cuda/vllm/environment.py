@@ -15,7 +15,7 @@ def environment(gib: float = 1.0) -> dict[str, str]:
     Args:
         gib: size of the device in GiB.
     """
-    helpers = [TESTS, *(TESTS / name for name in ("training", "images")), TESTS.parent / "src", TESTS.parent]
+    helpers = [TESTS, *(TESTS / name for name in ("training", "images", "server")), TESTS.parent / "src", TESTS.parent]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, [SITE, *helpers])),

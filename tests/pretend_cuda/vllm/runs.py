@@ -15,17 +15,20 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
+import numpy as np
 import torch
 from by_the_book import kept_set, shaped
 from methods import GROUPS, lora, make
 from tiny import make_model, save
 
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.sleep import weight_digests
 from lockstep.errors import InputError
@@ -35,10 +38,13 @@ FOLDER = Path(tempfile.mkdtemp())
 # Rounding moves a token over the edge of a set only if its probability is this close to the edge.
 EDGE = 1e-4
 FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 20, "temperature": 0.8}
-# Longest prompt and completion. vLLM measures its memory with as many tokens, in kernels that are interpreted.
+# Longest prompt and completion.
 LENGTH = 128
+# Tokens of one step, so few that prompts are computed in parts. vLLM measures its memory with as many, in kernels that are
+# interpreted.
+STEP = 32
 # Bytes of the cache, so that a small device holds many engines. By itself vLLM would take a third of the device.
-SMALL = {"kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": LENGTH}
+SMALL = {"kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": STEP}
 
 
 def start(model: str, dtype: torch.dtype = torch.float32, **more: Any) -> VLLMInProcess:
@@ -66,7 +72,8 @@ def learned(name: str, engine: VLLMInProcess | None, model: str | None = None, *
     fields = {**GROUPS, "max_steps": 2, **fields}
     trainer = make("GRPO", model or model_folder(), FOLDER / name, engine, fields, **arguments)
     before = {key: p.detach().clone() for key, p in trainer.model.named_parameters() if p.requires_grad}
-    trainer.train()
+    with parts_counted() as found_in_steps:
+        trainer.train()
     after = dict(trainer.model.named_parameters())
     logs = [log for log in trainer.state.log_history if "loss" in log]
     found = {
@@ -75,39 +82,80 @@ def learned(name: str, engine: VLLMInProcess | None, model: str | None = None, *
         "mean_gap": max(log["parity/mean_abs_gap"] for log in logs),
         "moved": any(not torch.equal(p, after[key]) for key, p in before.items()),
         "device": str(trainer.model.device),
+        "asynchronous": trainer.engine.settings().async_scheduling,
+        **found_in_steps,
         **inside(trainer.engine),
     }
     trainer.close()
     return found
 
 
-def inside(engine: Any) -> dict[str, str]:
-    """Where vLLM's worker, its runner and its attention come from."""
+@contextlib.contextmanager
+def parts_counted() -> Iterator[Counter[str]]:
+    """Counts what vLLM's scheduler does: steps that begin before the one before has ended, prompts that are computed in parts, and
+    steps that are under way while weights are loaded."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    found: Counter[str] = Counter()
+    schedule, update, load = Scheduler.schedule, Scheduler.update_from_output, VLLMInProcess.load
+    open_steps = [0]
+
+    def scheduled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = schedule(self, *args, **kwargs)
+        found["ahead"] += open_steps[0] > 0
+        open_steps[0] += 1
+        for name in step.num_scheduled_tokens:
+            found["in_parts"] += self.requests[name].num_computed_tokens < self.requests[name].num_prompt_tokens
+        return step
+
+    def updated(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A step that has begun before the count may end within it.
+        open_steps[0] = max(open_steps[0] - 1, 0)
+        return update(self, *args, **kwargs)
+
+    def loaded(self: VLLMInProcess, *args: Any, **kwargs: Any) -> Any:
+        found["pushes"] += 1
+        found["under_way"] += len(self.llm.llm_engine.engine_core.engine_core.batch_queue or ())
+        return load(self, *args, **kwargs)
+
+    changes = {"schedule": scheduled, "update_from_output": updated}
+    with patch.multiple(Scheduler, **changes), patch.object(VLLMInProcess, "load", loaded):
+        yield found
+
+
+def inside(engine: Any) -> dict[str, Any]:
+    """Where vLLM's worker, its runner and its attention come from, and whether it searches the edge of top-p."""
     (worker,) = engine.llm.collective_rpc(lambda worker: worker)
     layers = worker.vllm_config.compilation_config.static_forward_context.values()
     return {
         "worker": type(getattr(worker, "worker", worker)).__module__,
         "runner": type(worker.model_runner).__module__,
         "attention": next(type(layer.impl).__name__ for layer in layers if hasattr(layer, "impl")),
+        "searches_top_p": engine.settings().searches_top_p,
     }
+
+
+def drawn_requests(*more: Sampling) -> list[GenerationRequest]:
+    """Three requests with each of these distributions, and with those of `more`."""
+    settings = [
+        Sampling(6, top_k=5),
+        Sampling(6, top_p=0.8),
+        Sampling(6),
+        Sampling(6, temperature=1.5, min_p=0.02, top_k=40, top_p=0.9),
+        *more,
+    ]
+    rng = random.Random(0)
+    return [
+        GenerationRequest(RequestKey(f"p{i}", 0), [rng.randrange(4, 300) for _ in range(8 + i % 3)], sampling, 50 + i)
+        for i, sampling in enumerate(settings * 3)
+    ]
 
 
 def kept_sets(engine: VLLMInProcess) -> dict[str, Any]:
     """Requests with several filters and requests without any, in one batch, beside the exact sets."""
     model = make_model()
     push_weights(model, engine, 7)
-    settings = [
-        Sampling(6, top_k=5),
-        Sampling(6, top_p=0.8),
-        Sampling(6),
-        Sampling(6, temperature=1.5, min_p=0.02, top_k=40, top_p=0.9),
-        Sampling(6, temperature=2.0, top_p=0.99, max_kept_ids=4),
-    ]
-    rng = random.Random(0)
-    asked = [
-        GenerationRequest(RequestKey(f"p{i}", 0), [rng.randrange(4, 300) for _ in range(8 + i % 3)], sampling, 50 + i)
-        for i, sampling in enumerate(settings * 3)
-    ]
+    asked = drawn_requests(Sampling(6, temperature=2.0, top_p=0.99, max_kept_ids=4))
     too_many = [request for request in asked if request.sampling.max_kept_ids == 4]
     answers = engine.generate([request for request in asked if request not in too_many])
     found: dict[str, Any] = {"sets": 0, "differ": 0, "without": 0, "sampled_outside": 0}
@@ -139,13 +187,49 @@ def kept_sets(engine: VLLMInProcess) -> dict[str, Any]:
 
 def in_fp32() -> dict[str, Any]:
     """GRPO without and with filters, a merged adapter, kept sets, and sleep level 2, on one engine."""
+    # PyTorch's default on a GPU. The first engine of a process loads Lockstep's plugin.
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
     with engine(model_folder(), sleep_level=2) as started:
         runs = {
+            "rounds": {"convolutions": torch.backends.cudnn.conv.fp32_precision},
             "plain": learned("plain", started, vllm_enable_sleep_mode=True),
             "filters": learned("filters", started, **FILTERS),
             "merged": learned("merged", started, peft_config=lora()),
         }
         return {**runs, "kept": kept_sets(started), "sleep": slept(started, 8)}
+
+
+def steps_apart() -> dict[str, Any]:
+    """The same requests on an engine with a GPU's defaults, and on one that computes whole prompts, one step after the other."""
+    answers = []
+    for more in ({}, {"async_scheduling": False, "enable_chunked_prefill": False, "max_num_batched_tokens": LENGTH}):
+        with engine(model_folder(), engine_kwargs=more) as started:
+            push_weights(make_model(), started, 7)
+            with parts_counted() as found:
+                answers.append([started.generate(drawn_requests()) for _ in range(2)])
+            answers[-1].append(found)
+    (one, again, defaults), (other, _, apart) = answers
+    gaps = [np.abs(one[key].logprobs - other[key].logprobs).max() for key in one]
+    return {
+        "defaults": defaults,
+        "apart": apart,
+        "tokens": sum(len(answer.token_ids) for answer in one.values()),
+        "other_ids": [str(key) for key in one if not np.array_equal(one[key].token_ids, other[key].token_ids)],
+        "other_sets": [str(key) for key in one if sets_of(one[key]) != sets_of(other[key])],
+        "not_repeated": [
+            str(key)
+            for key in one
+            if not np.array_equal(one[key].token_ids, again[key].token_ids)
+            or not np.array_equal(one[key].logprobs, again[key].logprobs)
+        ],
+        "gap": float(max(gaps)),
+    }
+
+
+def sets_of(answer: Completion) -> list[list[int]] | None:
+    if answer.kept_ids is None:
+        return None
+    return [answer.kept_ids.part(i, i + 1).ids.tolist() for i in range(len(answer.token_ids))]
 
 
 def in_bf16() -> dict[str, Any]:
@@ -224,7 +308,8 @@ def first_runner() -> dict[str, Any]:
 
 
 def server() -> dict[str, Any]:
-    """A server, whose processes have devices of their own, and two proven steps of a trainer that pushes to it."""
+    """A server, whose processes have devices of their own, and two proven steps of a trainer that pushes to it. Then a push while
+    requests run."""
     from servers import KEY, free_port
 
     from lockstep.server.keys import KEY_VARIABLE
@@ -232,7 +317,8 @@ def server() -> dict[str, Any]:
     os.environ[KEY_VARIABLE] = KEY
     url, port = "http://127.0.0.1:", free_port()
     command = [sys.executable, "-m", "lockstep.cli.main", "serve", model_folder(), "--port", str(port)]
-    process = subprocess.Popen([*command, "--dtype", "float32", "--max_model_len", str(LENGTH)])
+    sizes = ["--max_model_len", str(LENGTH), "--max_num_batched_tokens", str(STEP), "--max_num_seqs", "16"]
+    process = subprocess.Popen([*command, "--dtype", "float32", *sizes])
     try:
         for _ in range(300):
             with contextlib.suppress(httpx.HTTPError):
@@ -246,10 +332,31 @@ def server() -> dict[str, Any]:
         logs = [log for log in trainer.state.log_history if "loss" in log]
         device = str(trainer.model.device)
         trainer.close()
-        return {"steps": len(logs), "gap": max(log["parity/max_abs_gap"] for log in logs), "device": device}
+        gap = max(log["parity/max_abs_gap"] for log in logs)
+        return {"steps": len(logs), "gap": gap, "device": device, "in_flight": in_flight(f"{url}{port}")}
     finally:
         process.terminate()
         process.wait(60)
+
+
+def in_flight(url: str) -> dict[str, Any]:
+    """Requests that go on over a push: the gap of their tokens to the version that each is stamped with, and to the other one."""
+    from servers import Server, connect
+    from test_in_flight import crossing, gap_by_version, long_requests, pushed_into
+
+    engine = connect(url)
+    models, found = pushed_into(Server(url, None, None), engine, long_requests(4, LENGTH - 80))  # type: ignore[arg-type]
+    across, last = crossing(found), max(models)
+    exchanged = {last - 1: models[last], last: models[last - 1]}
+    try:
+        return {
+            "asynchronous": engine.settings().async_scheduling,
+            "across": len(across),
+            "gap": gap_by_version(models, found),
+            "exchanged": gap_by_version(exchanged, across),
+        }
+    finally:
+        engine.close()
 
 
 def stand_ins() -> dict[str, Any]:
@@ -273,12 +380,14 @@ RUNS: dict[str, Callable[[], dict[str, Any]]] = {
     run.__name__: run
     for run in (in_fp32, in_bf16, in_8_bits, adapters_alone, pictures, experts, first_runner, stand_ins)
 }
+# Runs of a test of their own.
+ALONE: dict[str, Callable[[], dict[str, Any]]] = {run.__name__: run for run in (server, steps_apart)}
 
 
 def main(file: str, *names: str) -> None:
     found = {}
     for name in names or RUNS:
-        found[name] = noted(server if name == "server" else RUNS[name])
+        found[name] = noted((RUNS | ALONE)[name])
         Path(file).write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 

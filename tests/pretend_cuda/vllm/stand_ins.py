@@ -8,6 +8,7 @@
 | rotation | the formula in float64, by complex numbers |
 | rotation on three axes | vLLM's Triton kernel, interpreted |
 | top-k and top-p | the definition in float64 (`by_the_book.py`) |
+| the second runner's noise, and what it draws | vLLM's Triton kernel, interpreted; for the noise alone, the formula in float64 |
 | products of adapters | the formula in float64 |
 | fp8 quantiser | vLLM's own plain form (`QuantFP8.forward_native`) |
 | product of codes; product with another dtype | the formula in float64 |
@@ -192,6 +193,28 @@ def filters() -> dict[str, float]:
     return {"rows": wrong, "kept": int(kept.sum())}
 
 
+def noise() -> dict[str, float]:
+    """Draws of requests with temperatures, of greedy ones, and of padding. Equal logits show the noise alone."""
+    import vllm.v1.worker.gpu.sample.gumbel as module
+
+    from pretend_cuda.vllm.noise import gumbel as own_noise
+
+    places = whole_numbers(3, 0, -1, 2, 1, *[2] * 15)
+    heat = torch.tensor([1.0, 0.0, 0.7, 2.5], device=GPU)
+    seeds = torch.tensor([5, -3, 1 << 40, (1 << 62) + 17], device=GPU)
+    positions = torch.arange(20, device=GPU) * 999_983
+    uniform = torch.linspace(1e-6, 1 - 1e-6, 1001)
+    found: dict[str, float] = {"noise": apart(own_noise(uniform.to(GPU)), -(-(-uniform.double()).log1p()).log())}
+    found |= {"rows": 0, "drawn": 0}
+    for logits in (drawn(20, 1300) * 2, torch.zeros(20, 1300, device=GPU)):
+        for applies in (True, False):
+            given = (logits, places, heat, seeds, positions, applies, False)
+            own, wanted = module.gumbel_sample(*given), module.pretend_gpu_replaced(*given)
+            found["rows"] += int((own != wanted).sum())
+            found["drawn"] += len(set(own.tolist()))
+    return found
+
+
 def adapters() -> dict[str, float]:
     """Rows with the adapters of two slots, and rows without one."""
     import vllm.lora.punica_wrapper.punica_gpu as punica
@@ -319,6 +342,7 @@ STAND_INS = {
         rotation,
         rotation_on_axes,
         filters,
+        noise,
         adapters,
         quantiser,
         products,

@@ -31,6 +31,7 @@ SECOND, FIRST = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_run
 LIMITS = {
     "attention": {"whole": 1e-6, "window": 1e-6, "bfloat16": 4e-3, "packed": 1e-6},
     "triton_attention": {"whole": 1e-6, "window": 1e-6},
+    "noise": {"noise": 4e-7},
     "rotation": {"halves": 1e-6, "pairs": 1e-6},
     "rotation_on_axes": {"queries": 1e-6, "keys": 1e-6},
     "adapters": {"down": 1e-6, "up": 8e-3},
@@ -40,7 +41,7 @@ LIMITS = {
     "experts": {"weights": 1e-6, "outputs": 1e-5},
 }
 # What shows that a check has looked at something.
-COUNTS = {"cache": "written", "filters": "kept"}
+COUNTS = {"cache": "written", "filters": "kept", "noise": "drawn"}
 STAND_INS = (
     *(
         "attention",
@@ -49,6 +50,7 @@ STAND_INS = (
         "rotation",
         "rotation_on_axes",
         "filters",
+        "noise",
         "adapters",
         "quantiser",
         "products",
@@ -71,6 +73,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text(encoding="utf-8"))
 
 
+def run_alone(name: str, folder: Path) -> dict[str, Any]:
+    """What a run in a process of its own has found."""
+    command = [sys.executable, "-m", "pretend_cuda.vllm.runs", str(folder / "found.json"), name]
+    assert subprocess.run(command, env=environment(), timeout=600).returncode == 0
+    return json.loads((folder / "found.json").read_text(encoding="utf-8"))
+
+
 def of(runs: dict[str, Any], name: str, part: str = "") -> dict[str, Any]:
     """What a run, or a part of it, has found. Fails with its traceback if it has failed."""
     found = runs[name]
@@ -84,6 +93,13 @@ def learned_on(found: dict[str, Any], runner: str, attention: str) -> None:
     assert (found["steps"], found["moved"], found["device"]) == (2, True, "cuda:0")
     assert (found["worker"], found["runner"]) == ("vllm.v1.worker.gpu_worker", runner)
     assert found["attention"] == attention
+    # A GPU's defaults: steps begin before the one before has ended, and prompts are computed in parts. No step is under way when
+    # weights come.
+    assert found["asynchronous"]
+    assert min(found["ahead"], found["in_parts"], found["pushes"]) > 0
+    assert found["under_way"] == 0
+    # Both runners give every batch to the same function.
+    assert found["searches_top_p"]
 
 
 @pytest.mark.parametrize("part", ["plain", "filters", "merged"])
@@ -91,6 +107,10 @@ def test_grpo_in_float32_passes_every_proof_on_the_second_runner(runs: dict[str,
     found = of(runs, "in_fp32", part)
     learned_on(found, SECOND, "TritonAttentionImpl")
     assert 0 < found["gap"] < FP32
+
+
+def test_convolutions_round_in_vllms_processes_as_in_the_trainer(runs: dict[str, Any]) -> None:
+    assert of(runs, "in_fp32", "rounds") == {"convolutions": "ieee"}
 
 
 @pytest.mark.parametrize("name", ["in_bf16", "in_8_bits"])
@@ -143,6 +163,16 @@ def test_weights_are_gone_while_the_engine_sleeps_and_come_back_to_the_bit(runs:
     assert found["changed"] == []
 
 
+@pytest.mark.release
+def test_steps_ahead_and_prompts_in_parts_change_no_id_and_no_set(tmp_path: Path) -> None:
+    found = of(run_alone("steps_apart", tmp_path), "steps_apart")
+    assert min(found["defaults"][name] for name in ("ahead", "in_parts")) > 0
+    assert found["apart"] == {"ahead": 0, "in_parts": 0}
+    assert found["tokens"] > 50
+    assert (found["other_ids"], found["other_sets"], found["not_repeated"]) == ([], [], [])
+    assert found["gap"] < FP32
+
+
 @pytest.mark.parametrize("name", STAND_INS)
 def test_a_stand_in_is_within_rounding_of_its_reference(runs: dict[str, Any], name: str) -> None:
     found = dict(of(runs, "stand_ins", name))
@@ -155,11 +185,14 @@ def test_a_stand_in_is_within_rounding_of_its_reference(runs: dict[str, Any], na
 
 @pytest.mark.release
 def test_a_server_on_the_second_runner_gets_proven_pushes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pretend_cuda.vllm.runs", str(tmp_path / "found.json"), "server"]
-    assert subprocess.run(command, env=environment(), timeout=600).returncode == 0
-    found = of(json.loads((tmp_path / "found.json").read_text(encoding="utf-8")), "server")
+    found = of(run_alone("server", tmp_path), "server")
     assert (found["steps"], found["device"]) == (2, "cuda:0")
     assert 0 < found["gap"] < FP32
+    # A token that was sampled ahead, with the weights before a push, must have their stamp.
+    crossed = found["in_flight"]
+    assert crossed["asynchronous"]
+    assert crossed["across"] > 0
+    assert crossed["gap"] < 1e-3 < 0.1 < crossed["exchanged"]
 
 
 @pytest.mark.release

@@ -69,8 +69,9 @@ def _begin(server: ServerCalls) -> Pending[Any, Any]:
         while paused != {"is_paused": True} and not pause.done():
             time.sleep(_PAUSED_EVERY)
             paused = server.call("GET", "/is_paused")
-        # Workers in separate processes may still run a step that began before the pause.
-        if server.world_size > 1 or pause.done():
+        # A step that began before the pause may still run: in the processes of workers, or ahead of its turn.
+        may_run = server.world_size > 1 or server.settings is None or server.settings.async_scheduling
+        if may_run or pause.done():
             pause.result()
         if any(worker["open"] for worker in workers):
             # An earlier trainer left this update open, and vLLM would refuse every further update.

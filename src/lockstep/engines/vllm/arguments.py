@@ -69,6 +69,15 @@ NEUTRAL_SAMPLING: dict[str, float | int] = {
 # blocks also help short prompts.
 _CPU_BLOCK = 32
 _SMALLEST_CACHE = 64 << 20
+# Tokens of one step on a GPU. vLLM measures its memory with a step of this size, and computes longer prompts in parts.
+_GPU_BATCH = 8192
+# Sequences that are decoded together, if nobody says how many. On a GPU a step takes hardly longer with more of them.
+_CPU_SEQUENCES, _GPU_SEQUENCES = 64, 256
+
+
+def usual_sequences() -> int:
+    """The number of sequences that vLLM decodes together on this machine, if the user does not say how many."""
+    return _GPU_SEQUENCES if torch.cuda.is_available() else _CPU_SEQUENCES
 
 
 def engine_arguments(
@@ -79,25 +88,27 @@ def engine_arguments(
     *,
     fp32_head: bool = False,
     quantization: str | None = None,
+    whole_prompts: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` (and, with dashes, of vLLM's server) that training needs.
+    """Arguments of `vllm.LLM` (and, with dashes, of vLLM's server) that training needs. They depend on the device.
 
     Args:
         max_model_len: longest prompt + completion, in tokens.
         max_num_seqs: largest number of sequences that are decoded together.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
         quantization: one of `QUANTIZATIONS`; None: the engine computes in `dtype`.
+        whole_prompts: whether the user wants no prompt to be computed in parts. On a CPU that is always so.
     """
+    on_gpu = torch.cuda.is_available()
     arguments: dict[str, Any] = {
         "model": model,
         "dtype": dtype_name(dtype),
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "logprobs_mode": "processed_logprobs",
-        # Whole prompts in one step: on CPU a request with its own seed fails if its prefill is split (vLLM 0.32.0).
-        "enable_chunked_prefill": False,
+        # On a CPU a request with its own seed fails if its prompt is computed in parts (vLLM 0.32.0).
+        "enable_chunked_prefill": on_gpu and not whole_prompts,
         "max_num_batched_tokens": max(max_model_len, 4096),
-        "async_scheduling": False,
         "use_tqdm_on_load": False,
         # The model's stop tokens stay in force. Its sampling defaults are replaced.
         "override_generation_config": dict(NEUTRAL_SAMPLING),
@@ -106,9 +117,14 @@ def engine_arguments(
         "structured_outputs_config": {"backend": GRAMMAR_BACKEND},
         # On a CPU, compilation makes the start 40 s longer, and sampling only 20% faster (docs/internals/speed.md,
         # `make sampling`).
-        "enforce_eager": not torch.cuda.is_available(),
+        "enforce_eager": not on_gpu,
     }
-    if not torch.cuda.is_available():
+    if on_gpu:
+        # `async_scheduling` is left to vLLM: on, unless the executor cannot do it (Ray). If it is asked for there, vLLM fails.
+        if not whole_prompts:
+            arguments["max_num_batched_tokens"] = max(_GPU_BATCH, max_num_seqs)
+    else:
+        arguments["async_scheduling"] = False
         arguments["block_size"] = _CPU_BLOCK
         arguments["ir_op_priority"] = {"rms_norm": [CPU_NORMS], "fused_add_rms_norm": [CPU_NORMS]}
     if fp32_head:

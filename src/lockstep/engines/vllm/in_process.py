@@ -37,6 +37,7 @@ from lockstep.engines.vllm.arguments import (
     check_user_arguments,
     cpu_cache_bytes,
     engine_arguments,
+    usual_sequences,
 )
 from lockstep.engines.vllm.requests.check_sent import check_sent, fields_of
 from lockstep.engines.vllm.requests.conversion import completion, prompt_logprobs, sampling_params, scoring_params
@@ -65,7 +66,7 @@ class VLLMInProcess:
         model: directory or hub id, the same string that the trainer loads.
         dtype: dtype of the engine's weights and activations.
         max_model_len: longest prompt + completion, in tokens.
-        max_num_seqs: largest number of sequences that are decoded together.
+        max_num_seqs: largest number of sequences that are decoded together; None: 256 on a GPU, 64 on a CPU.
         gpu_memory_utilization: share of a GPU's memory that vLLM may take; unused on CPU.
         timeout: seconds that one request may take.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
@@ -86,7 +87,7 @@ class VLLMInProcess:
         *,
         dtype: torch.dtype,
         max_model_len: int,
-        max_num_seqs: int = 64,
+        max_num_seqs: int | None = None,
         gpu_memory_utilization: float = 0.3,
         timeout: float = 600.0,
         seed: int = 0,
@@ -113,7 +114,7 @@ class VLLMInProcess:
                     model,
                     dtype=dtype,
                     max_model_len=max_model_len,
-                    max_num_seqs=max_num_seqs,
+                    max_num_seqs=max_num_seqs or usual_sequences(),
                     gpu_memory_utilization=gpu_memory_utilization,
                     seed=seed,
                     fp32_head=fp32_head,
@@ -335,8 +336,20 @@ class VLLMInProcess:
         if self._failure:
             raise LockstepError(f"{self._failure}; start the run again, and it goes on from its last checkpoint")
 
+    @foreign_errors("vLLM failed while it ended its last steps")
+    def _end_steps(self) -> None:
+        """Wait for the steps that vLLM has begun ahead of their turn (asynchronous scheduling), and drop their results.
+
+        Their requests have ended. A step must not compute with weights, or write into a cache, that change under it.
+        """
+        engine = self._llm.llm_engine
+        with self._noting_failure():
+            while engine.engine_core.engine_core.batch_queue:
+                engine.step()
+
     def _prepare_push(self) -> None:
         self._refuse_requests()
+        self._end_steps()
         with self._noting_failure():
             self._sleep.wake_weights()
 
@@ -355,6 +368,7 @@ class VLLMInProcess:
 
     def reset_caches(self) -> bool:
         engine = self._llm.llm_engine
+        self._end_steps()
         with self._noting_failure():
             engine.reset_mm_cache()
             engine.reset_encoder_cache()
@@ -376,6 +390,7 @@ class VLLMInProcess:
         if not self.can_sleep:
             return False
         self._refuse_requests()
+        self._end_steps()
         with self._noting_failure():
             self._sleep.begin()
         return self._sleep.level == 2
@@ -430,7 +445,15 @@ def whole_arguments(
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`, from those of `VLLMInProcess`. The user's arguments (`engine_kwargs`) have priority."""
     return {
-        **engine_arguments(model, dtype, max_model_len, max_num_seqs, fp32_head=fp32_head, quantization=quantization),
+        **engine_arguments(
+            model,
+            dtype,
+            max_model_len,
+            max_num_seqs,
+            fp32_head=fp32_head,
+            quantization=quantization,
+            whole_prompts=(engine_kwargs or {}).get("enable_chunked_prefill") is False,
+        ),
         **(picture_arguments() if reads_pictures(load_files(AutoConfig, model)) else {}),
         "seed": seed,
         **_memory(model, dtype, max_model_len, max_num_seqs, gpu_memory_utilization),

@@ -18,8 +18,8 @@ from lockstep.engines.filters.distribution import Sampling
 
 # How near vLLM's kernels for GPUs come to the edge of top-p (`vllm.v1.sample.ops.topk_topp_triton`). They do not sort. For at most
 # 64 rows a ladder of 8 pivots divides the log-probs from the lowest, which is at least that of 1e-30, to the highest five times.
-# For more rows the probabilities are halved 18 times.
-_LADDER, _LONGEST, _HALVED = 9.0**-5, 70.0, 2.0**-18
+# For more rows, or among the ids of a top-k, the probabilities are halved 18 times, or until what is left is smaller than 1e-9.
+_LADDER, _LONGEST, _HALVED, _SMALLEST = 9.0**-5, 70.0, 2.0**-18, 1e-9
 # Steps of the search for a rounding: its result is exact to 1 / 2^10 of the largest rounding.
 _HALVINGS = 10
 
@@ -116,15 +116,20 @@ class FilterBounds:
         staying = bisect.bisect_left(range(sure), True, key=may_leave)
         highest = self._logit(staying - 1) if staying else math.inf
         if self._searched:
-            highest, lowest = self._moved(highest, 1.0), self._moved(lowest, -1.0)
+            total = float(self._totals[possible])
+            highest, lowest = self._moved(highest, 1.0, total), self._moved(lowest, -1.0, total)
         return _narrowed(before, "top_p", highest, lowest)
 
-    def _moved(self, edge: float, sign: float) -> float:
-        """The edge that a search may find instead, above it (1) or below it (−1). The likeliest id is kept in any case."""
+    def _moved(self, edge: float, sign: float, total: float) -> float:
+        """The edge that a search may find instead, above it (1) or below it (−1). The likeliest id is kept in any case.
+
+        Args:
+            total: the probability of all ids, as a multiple of that of the likeliest id.
+        """
         if math.isinf(edge):
             return edge
         step = min(self._likeliest - float(self._rising[0]), _LONGEST) * _LADDER
-        moved = math.exp(edge - self._likeliest) + sign * _HALVED
+        moved = math.exp(edge - self._likeliest) + sign * max(_HALVED, _SMALLEST * total)
         by_halves = self._likeliest + math.log(moved) if moved > 0.0 else -math.inf
         found = max(edge + step, by_halves) if sign > 0 else min(edge - step, by_halves)
         return min(found, self._likeliest)

@@ -37,11 +37,10 @@ from lockstep.sync.vllm.reload import (
     restore_unloaded,
 )
 from lockstep.sync.vllm.stored import StoredNames
-from lockstep.sync.wire import shared_memory
+from lockstep.sync.wire import cuda_ipc, shared_memory
 from lockstep.sync.wire.chunks import Named, chunks
 from lockstep.sync.wire.deltas import Changes, Piece, ReceivedWeights
 from lockstep.sync.wire.gloo import GLOO, NCCL, Receiver
-from lockstep.sync.wire.slots import worker_chunks
 
 # Merged or cast tensors are loaded in parts of this size. In memory are two parts at most, and the tensors that vLLM still needs.
 _PART_BYTES = 16 << 20
@@ -67,11 +66,16 @@ class InProcessUpdate(WeightTransferUpdateInfo):
 
 @dataclass
 class WireInit(WeightTransferInitInfo):
-    """The trainer's segment of shared memory."""
+    """The trainer's segment of shared memory.
+
+    Attributes:
+        buffer: a handle of the trainer's buffer on the GPU (`sync/wire/cuda_ipc.py`), if its slot is there.
+    """
 
     transport: str
     segment: str
     bytes: int
+    buffer: list[Any] | None = None
 
 
 @dataclass
@@ -86,6 +90,7 @@ class WireUpdate(WeightTransferUpdateInfo):
         secret: the secret of this push over gloo or NCCL (`sync/wire/groups/proof.py`).
         base: as in `WeightReceiver.load`.
         keeps: whether the worker keeps a copy of what it receives. Then later pushes can send only the changed elements.
+        group: name of the group of devices that stays between pushes (`sync/wire/groups/devices.py`).
     """
 
     transport: str
@@ -99,6 +104,7 @@ class WireUpdate(WeightTransferUpdateInfo):
     secret: str = ""
     base: str = ""
     keeps: bool = False
+    group: str = ""
 
 
 class _LayerwiseTransfer(WeightTransferEngine):
@@ -210,7 +216,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
 
     def init_transfer_engine(self, init_info: WireInit) -> None:
         self._close_segment()
-        self._segment = shared_memory.Segment(init_info.segment, init_info.bytes)
+        self._segment = self._opened(init_info)
 
     def receive_weights(self, update_info: WireUpdate) -> None:
         is_accepted = self.held.accepts_base(update_info.base)
@@ -245,7 +251,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         """Map the segment of a trainer that sends adapters. Segments of trainers that are gone are closed."""
         for name in [name for name, segment in self._segments.items() if segment.is_abandoned]:
             self._segments.pop(name).close()
-        self._segments[info["segment"]] = shared_memory.Segment(info["segment"], info["bytes"])
+        self._segments[info["segment"]] = self._opened(WireInit(**info))
 
     def received(self, info: Mapping[str, Any], segment: str) -> list[Named]:
         """Receive the tensors of an adapter, and copy them into new memory. The engine's weights do not change.
@@ -264,19 +270,18 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         worker_rank = update_info.rank + self.parallel_config.rank
         if update_info.transport in (GLOO, NCCL):
             return self._receiver.receive({**vars(update_info), "rank": worker_rank}, update_info.chunks)
-        if update_info.transport == shared_memory.NAME and segment is not None:
-            return shared_memory.pieces_of(
-                worker_chunks(
-                    segment.memory,
-                    segment.handle,
-                    update_info.chunks,
-                    push=update_info.push,
-                    worker=worker_rank,
-                    workers=update_info.size,
-                    timeout=update_info.timeout,
-                )
+        if update_info.transport in (shared_memory.NAME, cuda_ipc.NAME) and segment is not None:
+            return segment.pieces(
+                update_info.chunks,
+                push=update_info.push,
+                worker=worker_rank,
+                workers=update_info.size,
+                timeout=update_info.timeout,
             )
         raise ValueError(f"the trainer has not set up the transport {update_info.transport!r}")
+
+    def _opened(self, info: WireInit) -> shared_memory.Segment:
+        return cuda_ipc.open_segment(info.segment, info.bytes, info.buffer, self.device)
 
     def _load_temporary(self, pieces: Sequence[Piece]) -> None:
         """Load tensors whose memory is reused as soon as the next chunk is requested."""
@@ -286,6 +291,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
 
     def shutdown(self) -> None:
         self._close_segment()
+        self._receiver.close()
         for segment in self._segments.values():
             segment.close()
         self._segments = {}

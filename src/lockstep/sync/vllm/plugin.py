@@ -14,6 +14,7 @@ from lockstep.engines.vllm.workers.environment import (
     end_without_carriers,
     keep_files_together,
 )
+from lockstep.models.cuda import prepare_cuda
 
 Result = TypeVar("Result")
 _CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "ServerWeightTransfer"}
@@ -25,10 +26,12 @@ def _run_in_this_process(function: Callable[[], Result]) -> Result:
 
 def register() -> None:
     """Register our weight-transfer backends and norms with vLLM, make vLLM pass on the kept ids, and find a model's files by name.
+    On a GPU, convolutions round here as they do in the trainer.
 
     vLLM may call this several times. In a worker process beside a trainer, also let the process end when the trainer dies.
     A process that cannot answer any more ends too.
     """
+    prepare_cuda()
     end_with_trainer()
     end_without_carriers()
     keep_files_together()

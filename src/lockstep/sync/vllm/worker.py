@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.engines.probe import encode_floats
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.vllm.settings import effective_settings, splits_prompts
+from lockstep.sync.wire.cuda_ipc import read_test_buffer
 from lockstep.sync.wire.deltas import available_bytes
 from lockstep.sync.wire.nccl import identity_of
 from lockstep.sync.wire.shared_memory import read_test_file
@@ -115,6 +116,10 @@ class LockstepWorker:
     def lockstep_device(self) -> dict[str, str]:
         """UUID of this worker's GPU; empty if it computes on another device."""
         return {"gpu": identity_of(self.weight_transfer_engine.device)}
+
+    def lockstep_maps(self, handle: str) -> dict[str, str]:
+        """The bytes of a trainer's small buffer on this worker's GPU, or why it cannot be mapped."""
+        return read_test_buffer(json.loads(handle), self.weight_transfer_engine.device)
 
     # ---- adapters alone (`engines/adapters/servers.py`) -------------------------------------------------------------
 

@@ -1,10 +1,11 @@
 """Both ends of the transports with torch.distributed: weights to servers on other machines over TCP (gloo), or to GPUs (NCCL).
 
-Every push makes new connections. The trainer listens on the address that it was given and on no other. Each server's worker
-connects, and all connections close when the push is over. So a server that died or restarted between two pushes leaves
-nothing to repair. Tensors are sent directly from the trainer's memory. They are cut into half-chunks, so that a server can
-receive one while it loads the other. A server holds at most one chunk, or one tensor if that is larger. Only bytes are sent:
-nothing is unpickled. Both ends prove that they know the secret of the push before the first weight is sent (`groups/proof.py`).
+Every push makes new connections; only a group of NCCL stays (`groups/devices.py`). The trainer listens on the address that it was
+given and on no other. Each server's worker connects, and these connections close when the push is over. So a server that died or
+restarted between two pushes leaves nothing to repair. Tensors are sent directly from the trainer's memory. They are cut into
+half-chunks, so that a server can receive one while it loads the other. A server holds at most one chunk, or one tensor if that is
+larger. Only bytes are sent: nothing is unpickled. Both ends prove that they know the secret of the push before the first weight is
+sent (`groups/proof.py`).
 
 If one server fails, the push ends for all of them: the trainer writes a key into the store, and every worker looks for this key
 while it waits. Gloo itself would wait until its time limit, and NCCL without end. `sync/wire/nccl.py` has what only NCCL needs.
@@ -32,7 +33,7 @@ from lockstep.sync.changes import may_be_base, meta_tensors, pieces
 from lockstep.sync.wire.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, buffer_bytes, chunks, layout, views
 from lockstep.sync.wire.deltas import Piece, arrived_pieces, available_bytes, count_of, piece_bytes, raw_bytes
 from lockstep.sync.wire.groups.channel import SENDER, GlooChannel
-from lockstep.sync.wire.groups.devices import DeviceChannel
+from lockstep.sync.wire.groups.devices import KeptChannel
 from lockstep.sync.wire.groups.meeting import Meeting, connect, listen, open_store, own_address, ready_key
 from lockstep.sync.wire.groups.proof import new_secret
 
@@ -62,6 +63,8 @@ class GlooTransport:
     _name = GLOO
     # Where the bytes are when they are sent.
     _device = _CPU
+    # Name of the group that stays between pushes; empty: none does.
+    _group = ""
 
     def __init__(self, host: str, port: int, timeout: float, *, deltas: bool = True) -> None:
         self._host, self._port, self._timeout = host, port, timeout
@@ -87,6 +90,7 @@ class GlooTransport:
                 "secret": secret,
                 "base": base,
                 "keeps": deltas,
+                "group": self._group,
             }
             pending = [
                 pool.submit(server.update_weights, {**connection, "rank": rank, "chunks": placed})
@@ -161,7 +165,7 @@ class Receiver:
 
     Args:
         device: the worker's device. Over NCCL tensors arrive there, over gloo in main memory.
-        environment: makes the context of `DeviceChannel`.
+        environment: makes the context of `KeptChannel`.
     """
 
     def __init__(
@@ -169,7 +173,7 @@ class Receiver:
         device: torch.device = _CPU,
         environment: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._device, self._environment = device, environment
+        self._kept = KeptChannel(device, environment)
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def receive(
@@ -228,11 +232,14 @@ class Receiver:
                 yield arrived
                 channel.settle()
 
+    def close(self) -> None:
+        """End what was kept between pushes."""
+        self._kept.close()
+
     def _channel(self, info: Mapping[str, Any], meeting: Meeting) -> GlooChannel:
-        control = connect(meeting)
         if info["transport"] == NCCL:
-            return DeviceChannel(control, meeting, self._device, self._environment())
-        return GlooChannel(control, meeting)
+            return self._kept.join(meeting, info["group"])
+        return GlooChannel(connect(meeting), meeting)
 
     def _places(self, sizes: Sequence[int], device: torch.device) -> list[tuple[int, int]]:
         """(start, end) of each chunk in the buffer: the two ends of the buffer in turn. Large chunks may overlap."""

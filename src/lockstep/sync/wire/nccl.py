@@ -9,17 +9,18 @@ trainer's end in vLLM. In both ways its waits have no limit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from lockstep.engines.http.transport import WeightReceiverCalls
 from lockstep.errors import InputError
+from lockstep.sync.wire.chunks import Named
 from lockstep.sync.wire.gloo import NCCL, GlooTransport
-from lockstep.sync.wire.groups.channel import GlooChannel
-from lockstep.sync.wire.groups.devices import DeviceChannel
-from lockstep.sync.wire.groups.meeting import Meeting, connect
+from lockstep.sync.wire.groups.devices import DeviceChannel, KeptChannel
+from lockstep.sync.wire.groups.meeting import Meeting
 
 
 class NCCLTransport(GlooTransport):
@@ -27,6 +28,9 @@ class NCCLTransport(GlooTransport):
 
     Changed elements alone are not sent: finding them needs a copy in main memory, and takes longer than sending everything
     over NCCL (docs/internals/plan.md).
+
+    The group of the trainer and the workers stays for the run. It is made again for other servers, for one that was started again,
+    and after a push that failed.
 
     Args:
         host, port, timeout: as in `GlooTransport`.
@@ -38,22 +42,39 @@ class NCCLTransport(GlooTransport):
     def __init__(self, host: str, port: int, timeout: float, device: torch.device) -> None:
         super().__init__(host, port, timeout, deltas=False)
         self._device = device
+        self._kept = KeptChannel(device)
+        # The workers of the kept group. Other workers, or the same in another order, get a group of another name.
+        self._members: list[tuple[str, int]] = []
 
-    def _channel(self, meeting: Meeting) -> GlooChannel:
-        return DeviceChannel(connect(meeting), meeting, self._device)
+    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
+        members = [(server.url, server.world_size) for server in servers]
+        if members != self._members:
+            self._members, self._group = members, secrets.token_hex(16)
+        super().send(tensors, servers, base)
+
+    def forget(self) -> None:
+        super().forget()
+        self._kept.close()
+
+    def close(self) -> None:
+        """End the group. The workers end theirs when another trainer comes, or when their server ends."""
+        self._kept.close()
+
+    def _channel(self, meeting: Meeting) -> DeviceChannel:
+        return self._kept.join(meeting, self._group)
 
 
-def own_gpu() -> torch.device:
-    """The GPU of this process.
+def own_gpu(transport: str) -> torch.device:
+    """The GPU of this process, for a transport between GPUs.
 
     Raises:
-        InputError: this process has no GPU, or its PyTorch has no NCCL.
+        InputError: this process has no GPU, or the transport is NCCL and its PyTorch has none.
     """
     if not torch.cuda.is_available():
         raise InputError(
-            "vllm_weight_transport=nccl, but this process has no NVIDIA GPU; use auto, shared_memory or gloo"
+            f"vllm_weight_transport={transport}, but this process has no NVIDIA GPU; use auto, shared_memory or gloo"
         )
-    if not dist.is_nccl_available():
+    if transport == NCCL and not dist.is_nccl_available():
         raise InputError(
             "vllm_weight_transport=nccl, but this PyTorch was built without NCCL; use auto, shared_memory or gloo"
         )

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,15 +22,15 @@ from lockstep.errors import InputError
 from lockstep.sync.changes import meta_tensors, pieces
 from lockstep.sync.wire.chunks import Named, TensorPlace, chunks, layout, views
 from lockstep.sync.wire.deltas import Changes, Piece, arrived_pieces, count_of
-from lockstep.sync.wire.slots import TrainerLock, TrainerSlots, is_unlocked, segment_bytes
+from lockstep.sync.wire.slots import TrainerLock, TrainerSlots, is_unlocked, segment_bytes, worker_chunks
 
 NAME = "shared_memory"
 _FOLDER = Path("/dev/shm")
 _PREFIX = "lockstep-"
 
 
-class SharedMemoryFull(InputError):
-    """Shared memory is too small for a push. The push has not called any server yet."""
+class NoRoom(InputError):
+    """The memory through which a push would be sent cannot be had. The push has not called any server yet."""
 
 
 class SharedMemoryTransport:
@@ -39,6 +40,8 @@ class SharedMemoryTransport:
     Args:
         timeout: seconds that a push may take.
     """
+
+    _name = NAME
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -70,7 +73,13 @@ class SharedMemoryTransport:
         pool: Executor,
     ) -> None:
         placed = [[[*p[:3], p.offset + slots.offset(number)] for p in places] for number, places in enumerate(layouts)]
-        info = {"transport": NAME, "base": base, "chunks": placed, "push": slots.begin_push(), "size": slots.workers}
+        info = {
+            "transport": self._name,
+            "base": base,
+            "chunks": placed,
+            "push": slots.begin_push(),
+            "size": slots.workers,
+        }
         pending = [
             pool.submit(server.update_weights, {**info, "rank": rank, "timeout": self._timeout})
             for server, rank in zip(servers, worker_ranks(servers, 0), strict=False)
@@ -108,41 +117,61 @@ class SharedMemoryTransport:
     def close(self) -> None:
         self.forget()
 
+    def _shared_buffer(self, size: int, servers: int) -> tuple[torch.Tensor | None, list[dict[str, Any]]]:
+        """The only slot, if it is outside the segment, and what each server must be told to find it."""
+        return None, [{} for _ in range(servers)]
+
     def _open_segment(self, largest: int, servers: Sequence[WeightReceiverCalls], pool: Executor) -> TrainerSlots:
         self.forget()
-        workers = worker_ranks(servers, 0)[-1]
-        size = segment_bytes(largest, workers)
+        workers, (buffer, handles) = worker_ranks(servers, 0)[-1], self._shared_buffer(largest, len(servers))
+        size = segment_bytes(largest if buffer is None else 0, workers)
         path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
         try:
             self._lock = TrainerLock(_new_file(path, size))
             memory = _map_file(path, size)
-            info = {"transport": NAME, "segment": path.name, "bytes": size}
-            finish_all([pool.submit(server.init_transfer, info) for server in servers])
+            info = {"transport": self._name, "segment": path.name, "bytes": size}
+            finish_all([pool.submit(s.init_transfer, info | own) for s, own in zip(servers, handles, strict=True)])
         finally:
             path.unlink(missing_ok=True)
-        return TrainerSlots(memory, largest, workers, self._timeout)
-
-
-def pieces_of(incoming: Generator[list[Named], None, None]) -> Generator[list[Piece], None, None]:
-    """The pieces in each chunk that a worker takes (`slots.worker_chunks`), without the tensors that were left out."""
-    with contextlib.closing(incoming):
-        for (_, counts), *places in incoming:
-            yield arrived_pieces(counts.tolist(), places)
+        return TrainerSlots(memory, largest, workers, self._timeout, buffer)
 
 
 class Segment:
     """The worker's end: the trainer's segment, mapped into memory, and its open file.
 
+    Args:
+        buffer: the slot that is outside the segment.
+
     Raises:
         ValueError: the name is not the name of a segment, or another user owns the file.
     """
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, buffer: torch.Tensor | None = None) -> None:
+        self.buffer = buffer
         path = _trainer_file(name)
         if path.stat().st_size != size:
             raise ValueError(f"{name} is not the trainer's segment of {size} bytes")
         self.memory = _map_file(path, size)
         self.handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+
+    def pieces(
+        self, chunks: Sequence[Sequence[Sequence[object]]], *, push: int, worker: int, workers: int, timeout: float
+    ) -> Generator[list[Piece], None, None]:
+        """The pieces of one push, chunk by chunk, without the tensors that were left out. The arguments are those of
+        `slots.worker_chunks`."""
+        incoming = worker_chunks(
+            self.memory,
+            self.handle,
+            chunks,
+            push=push,
+            worker=worker,
+            workers=workers,
+            timeout=timeout,
+            buffer=self.buffer,
+        )
+        with contextlib.closing(incoming):
+            for (_, counts), *places in incoming:
+                yield arrived_pieces(counts.tolist(), places)
 
     @property
     def is_abandoned(self) -> bool:
@@ -150,8 +179,9 @@ class Segment:
         return is_unlocked(self.handle)
 
     def close(self) -> None:
-        """Close the file. The memory is released with the last view of it."""
+        """Close the file. The memory, and the buffer, are released with the last view of them."""
         os.close(self.handle)
+        self.buffer = None
 
 
 def shares_memory(server: WeightReceiverCalls) -> bool:
@@ -178,7 +208,7 @@ def read_test_file(name: str) -> str | None:
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a tensor. In main memory only this thread copies, because the other cores load the previous chunk at the same time."""
-    if source.device.type == "cpu":
+    if source.device.type == target.device.type == "cpu":
         raw = source.detach().contiguous().flatten().view(torch.uint8)
         target.flatten().view(torch.uint8).numpy()[:] = raw.numpy()
     else:
@@ -205,7 +235,7 @@ def _new_file(path: Path, size: int) -> int:
         os.posix_fallocate(handle, 0, size)
     except OSError as error:
         os.close(handle)
-        raise SharedMemoryFull(
+        raise NoRoom(
             f"shared memory has no room for {size >> 20} MiB ({error.strerror}): give it more (docker run --shm-size), or "
             "set vllm_weight_transport to gloo"
         ) from error

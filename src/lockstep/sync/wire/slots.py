@@ -2,7 +2,8 @@
 turns.
 
 Both ends of `sync/wire/shared_memory.py` use it. The counters are in front of the slots, so a whole push needs only one call to
-each server. Every wait is bounded, and ends early if the other end is gone or has given up.
+each server. Every wait is bounded, and ends early if the other end is gone or has given up. For `sync/wire/cuda_ipc.py` the segment
+has only the counters, and the one slot is a buffer on a GPU.
 """
 
 from __future__ import annotations
@@ -52,11 +53,15 @@ class TrainerSlots:
         slot: size of one slot in bytes.
         workers: number of workers that load every chunk.
         timeout: seconds that a slot may stay in use.
+        buffer: (slot,) uint8, the only slot, outside the segment; None: the segment has `SLOTS` slots.
     """
 
-    def __init__(self, memory: torch.Tensor, slot: int, workers: int, timeout: float) -> None:
+    def __init__(
+        self, memory: torch.Tensor, slot: int, workers: int, timeout: float, buffer: torch.Tensor | None = None
+    ) -> None:
         self.slot, self.workers, self._timeout = slot, workers, timeout
-        self._memory, self._counters = memory, _counters(memory, workers)
+        self._memory, self._counters = memory if buffer is None else buffer, _counters(memory, workers)
+        self._first, self._slots = (_header(workers), SLOTS) if buffer is None else (0, 1)
 
     def begin_push(self) -> int:
         """Begin a push and return its number. The number is random, so no earlier call to a worker had the same one."""
@@ -66,8 +71,8 @@ class TrainerSlots:
         return push
 
     def offset(self, number: int) -> int:
-        """Offset in the segment at which a chunk begins, in bytes."""
-        return _header(self.workers) + number % SLOTS * self.slot
+        """Offset in the segment, or in the buffer, at which a chunk begins, in bytes."""
+        return self._first + number % self._slots * self.slot
 
     def wait_until_free(self, number: int, check: Callable[[], None]) -> torch.Tensor:
         """The slot for a chunk, as soon as every worker has loaded the slot's previous content.
@@ -84,7 +89,7 @@ class TrainerSlots:
             return self._fewest_loaded() == _GIVEN_UP
 
         with waiting("the server to load the weights that are in shared memory", self._timeout):
-            is_free = _wait_for(lambda: self._fewest_loaded() > number - SLOTS, has_left, 0.0, self._timeout)
+            is_free = _wait_for(lambda: self._fewest_loaded() > number - self._slots, has_left, 0.0, self._timeout)
         if not is_free:
             late = f"a server did not load a chunk within {self._timeout:.0f} s"
             raise RuntimeError(_WORKER_LEFT if self._fewest_loaded() == _GIVEN_UP else late)
@@ -92,7 +97,8 @@ class TrainerSlots:
         return self._memory[start : start + self.slot]
 
     def announce_filled(self, number: int) -> None:
-        """Announce that a chunk is in its slot."""
+        """Announce that a chunk is in its slot. On a GPU, this waits for the copies of this thread's stream."""
+        _finish_copies(self._memory)
         _fence()
         self._counters[_FILLED] = number + 1
 
@@ -122,6 +128,7 @@ def worker_chunks(
     worker: int,
     workers: int,
     timeout: float,
+    buffer: torch.Tensor | None = None,
 ) -> Generator[list[Named], None, None]:
     """A worker's end of the slots: yield the chunks of one push as they are filled. Each is valid until the next is requested.
 
@@ -135,8 +142,9 @@ def worker_chunks(
         chunks: the tensors of each chunk (`chunks.TensorPlace`), with their places in the segment.
         push: number of the push.
         worker: index of this worker among `workers`, from 0.
+        buffer: (bytes,) uint8, the slot that is outside the segment.
     """
-    counters = _counters(memory, workers)
+    counters, slots = _counters(memory, workers), memory if buffer is None else buffer
     is_gone = partial(_is_gone, counters, push, handle)
     loaded = 0
     try:
@@ -147,12 +155,19 @@ def worker_chunks(
             if not has_come or not _is_at(counters, push):
                 return
             _fence()
-            yield views(memory, placed)
+            yield views(slots, placed)
+            _finish_copies(slots)
             loaded = number + 1
             _publish(counters, push, worker, loaded)
     finally:
         if loaded < len(chunks):
             _publish(counters, push, worker, _GIVEN_UP)
+
+
+def _finish_copies(slots: torch.Tensor) -> None:
+    """Wait until what this thread has given to a GPU no longer writes to the slots, or reads from them."""
+    if slots.is_cuda:
+        torch.cuda.current_stream(slots.device).synchronize()
 
 
 def _is_filled(counters: Any, number: int) -> bool:

@@ -1,4 +1,4 @@
-"""Chooses how the bytes of a push reach the servers: through shared memory, over gloo or over NCCL.
+"""Chooses how the bytes of a push reach the servers: through a GPU's memory, through shared memory, over gloo or over NCCL.
 
 `engines/http/vllm_server.py` drives a transport. A transport moves bytes and reports what it placed where. The version, the
 acknowledgement and the comparison are the same for all transports (`sync/push.py`).
@@ -11,29 +11,33 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from urllib.parse import urlsplit
 
+import torch
+
 from lockstep.engines.http.server_calls import is_local
 from lockstep.engines.http.transport import WeightReceiverCalls, WeightTransport
 from lockstep.errors import InputError
+from lockstep.sync.wire import cuda_ipc
 from lockstep.sync.wire.chunks import Named
+from lockstep.sync.wire.cuda_ipc import CudaIPCTransport
 from lockstep.sync.wire.gloo import GLOO, NCCL, GlooTransport
 from lockstep.sync.wire.nccl import NCCLTransport, check_gpus, identity_of, own_gpu
-from lockstep.sync.wire.shared_memory import SharedMemoryFull, SharedMemoryTransport, shares_memory
+from lockstep.sync.wire.shared_memory import NoRoom, SharedMemoryTransport, shares_memory
 
 _logger = logging.getLogger(__name__)
 
-TRANSPORTS = ("auto", "shared_memory", GLOO, NCCL)
+TRANSPORTS = ("auto", "shared_memory", cuda_ipc.NAME, GLOO, NCCL)
 
 
 def check_transport(name: str) -> None:
     """Check a transport before servers are asked.
 
     Raises:
-        InputError: the name is unknown, or it is `nccl` and this process has no GPU.
+        InputError: the name is unknown, or it is `nccl` or `cuda_ipc` and this process has no GPU.
     """
     if name not in TRANSPORTS:
         raise InputError(f"vllm_weight_transport={name!r}; it must be one of {', '.join(TRANSPORTS)}")
-    if name == NCCL:
-        own_gpu()
+    if name in (NCCL, cuda_ipc.NAME):
+        own_gpu(name)
 
 
 def choose_transport(
@@ -59,18 +63,27 @@ def choose_transport(
     """
     check_transport(name)
     if name == NCCL:
-        gpu = own_gpu()
+        gpu = own_gpu(name)
         check_gpus(identity_of(gpu), servers)
         _check_host(servers, host)
         return NCCLTransport(host, port, timeout, gpu)
     make_gloo = partial(_make_gloo, servers, host, port, timeout, deltas)
     if name != GLOO and all(shares_memory(server) for server in servers):
+        if name == cuda_ipc.NAME:
+            gpu = own_gpu(name)
+            cuda_ipc.check_shared(servers, gpu)
+            return CudaIPCTransport(timeout, gpu)
         shared = SharedMemoryTransport(timeout)
-        return shared if name == "shared_memory" else SharedMemoryOrGloo(shared, make_gloo)
-    if name != "shared_memory":
+        if name == "shared_memory":
+            return shared
+        shared_or_gloo = WhileItFits(shared, make_gloo, "over gloo")
+        if (shared_gpu := _shared_gpu(servers)) is None:
+            return shared_or_gloo
+        return WhileItFits(CudaIPCTransport(timeout, shared_gpu), lambda: shared_or_gloo, "through shared memory")
+    if name in ("auto", GLOO):
         return make_gloo()
     raise InputError(
-        "vllm_weight_transport=shared_memory, but a server does not see this machine's shared memory (another machine or "
+        f"vllm_weight_transport={name}, but a server does not see this machine's shared memory (another machine or "
         "container); use gloo"
     )
 
@@ -91,25 +104,38 @@ def _check_host(servers: Sequence[WeightReceiverCalls], host: str) -> None:
         )
 
 
-class SharedMemoryOrGloo:
-    """`auto` on one machine: shared memory, until it turns out to be too small (64 MiB in a Docker container); then gloo.
+def _shared_gpu(servers: Sequence[WeightReceiverCalls]) -> torch.device | None:
+    """The GPU of this process, if all servers compute on it and can map its memory."""
+    if not torch.cuda.is_available():
+        return None
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    if problem := cuda_ipc.why_not(servers, gpu):
+        _logger.info(f"weights go through main memory: {problem}")
+        return None
+    return gpu
+
+
+class WhileItFits:
+    """`auto` on one machine: a transport through memory of the machine, until it turns out that the memory cannot be had (64 MiB
+    of shared memory in a Docker container); then another one.
 
     Args:
-        shared: tried first.
+        first: tried first.
         other: makes the transport that is used instead.
+        how: says how the other one sends weights.
     """
 
-    def __init__(self, shared: SharedMemoryTransport, other: Callable[[], WeightTransport]) -> None:
-        self._used: WeightTransport = shared
-        self._other = other
+    def __init__(self, first: SharedMemoryTransport, other: Callable[[], WeightTransport], how: str) -> None:
+        self._used: WeightTransport = first
+        self._other, self._how = other, how
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
         try:
             self._used.send(tensors, servers, base)
-        except SharedMemoryFull as error:
+        except NoRoom as error:
             self._used.close()
             self._used = self._other()
-            _logger.warning(f"{error}. Until then the weights are sent over gloo, which is slower")
+            _logger.warning(f"{error}. Until then the weights are sent {self._how}, which is slower")
             self._used.send(tensors, servers, base)
 
     def forget(self) -> None:

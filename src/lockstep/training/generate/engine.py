@@ -20,7 +20,7 @@ from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Engine, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.engines.vllm.arguments import told_by_vllm
+from lockstep.engines.vllm.arguments import told_by_vllm, usual_sequences
 from lockstep.engines.vllm.in_process import VLLMInProcess, whole_arguments
 from lockstep.engines.vllm.refused import refuse_family
 from lockstep.engines.vllm.workers.processes import TransportChoice
@@ -143,7 +143,7 @@ def check_engine_arguments(config: OnlineConfig, model: str) -> None:
                 dtype=config.engine_torch_dtype,
                 fp32_head=config.engine_head_dtype != config.engine_torch_dtype,
                 max_model_len=length,
-                max_num_seqs=config.vllm_max_num_seqs,
+                max_num_seqs=config.vllm_max_num_seqs or usual_sequences(),
                 **_arguments_of(config, {}),
             )
             try:

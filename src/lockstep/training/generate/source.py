@@ -191,7 +191,7 @@ class RolloutSource:
             self._generation_proofs = GenerationProofs(
                 self.proofs, self.recovery, self._ahead, self.push, self._limit_ahead
             )
-            return engine.settings().second_runner
+            return engine.settings().searches_top_p
         except BaseException:
             self.close()
             raise

@@ -25,7 +25,7 @@ from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
-from lockstep.models.cuda import prepare_cuda
+from lockstep.models.cuda import marks_of, prepare_cuda
 from lockstep.models.liger import check_gpu
 from lockstep.models.shared_memory import refuse_shared_memory
 from lockstep.parity.user_settings import SettingsProof
@@ -313,7 +313,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             optimizers=optimizers,
         )
         leave_unwrapped(self.accelerator)
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(marks_of(self.args.device))
         self.files = add_callbacks(self, began)
         for part in (self.reference, self.critic):
             if part is not None:

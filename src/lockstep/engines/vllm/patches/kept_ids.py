@@ -51,7 +51,8 @@ class KeptIdsRecorder:
         if self._found is not None:
             from vllm.v1.outputs import SamplingMaskLists
 
-            output.sampling_masks = SamplingMaskLists(*self._found)
+            # With asynchronous scheduling this is a promise of the output, which the output belongs to already.
+            getattr(output, "_model_runner_output", output).sampling_masks = SamplingMaskLists(*self._found)
         return output
 
     def _limits(self) -> np.ndarray:

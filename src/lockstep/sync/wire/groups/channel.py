@@ -62,15 +62,6 @@ class GlooChannel:
             self._abandon(in_flight)
             raise
 
-    def meet(self) -> None:
-        """Wait until every rank has called this method."""
-        in_flight: InFlight = deque([(self._group.barrier(), torch.empty(0))])
-        try:
-            self._wait(in_flight[0][0])
-        except BaseException:
-            self._abandon(in_flight)
-            raise
-
     def __enter__(self) -> Self:
         return self
 
@@ -102,8 +93,10 @@ class GlooChannel:
                         return
                 self._check()
 
-    def _abandon(self, in_flight: InFlight) -> None:
-        Thread(target=self._end, args=(in_flight,), daemon=True, name="lockstep-broadcast").start()
+    def _abandon(self, in_flight: InFlight) -> Thread:
+        ending = Thread(target=self._end, args=(in_flight,), daemon=True, name="lockstep-broadcast")
+        ending.start()
+        return ending
 
     def _end(self, in_flight: InFlight) -> None:
         """Return when nothing uses the memory in flight any more."""

@@ -42,7 +42,8 @@ class ServerFields:
     vllm_weight_transport: str = field(
         default="auto",
         metadata=doc(
-            "shared_memory, gloo, nccl (GPU to GPU, not run on a GPU yet), or auto: the fastest of the first two."
+            "shared_memory, gloo, cuda_ipc (on one GPU), nccl (GPU to GPU), or auto: the fastest that works, without nccl. "
+            "cuda_ipc and nccl have not been run on a GPU yet."
         ),
     )
     vllm_weight_deltas: bool = field(

@@ -1,0 +1,57 @@
+"""What `sync/wire/cuda_ipc.py` relies on in PyTorch. Pushes over CUDA IPC are in `tests/pretend_cuda/test_runs.py`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from test_transports import Worker
+from torch.multiprocessing import reductions
+
+from lockstep.errors import InputError
+from lockstep.sync.wire import cuda_ipc
+from lockstep.sync.wire.cuda_ipc import NAME
+from lockstep.sync.wire.transport import choose_transport
+
+FIELDS = [
+    "device", "handle", "storage_size_bytes", "storage_offset_bytes", "ref_counter_handle", "ref_counter_offset", "event_handle",
+    "event_sync_required",
+]  # fmt: skip
+
+
+def test_pytorch_gives_and_takes_the_eight_fields_in_this_order() -> None:
+    """The binding has no signature. PyTorch's own callers show it."""
+    (given,) = [
+        [target.id for target in node.targets[0].elts]
+        for node in ast.walk(ast.parse(inspect.getsource(reductions.reduce_tensor)))
+        if isinstance(node, ast.Assign) and "_share_cuda_" in ast.unparse(node.value)
+    ]
+    (taken,) = [
+        [argument.id.removeprefix("storage_") if i < 2 else argument.id for i, argument in enumerate(node.args)]
+        for node in ast.walk(ast.parse(inspect.getsource(reductions.rebuild_cuda_tensor)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_new_shared_cuda")
+    ]
+    assert given == taken == FIELDS
+    assert callable(torch.UntypedStorage._share_cuda_)
+    assert callable(torch.UntypedStorage._new_shared_cuda)
+
+
+def test_the_counters_are_those_of_pytorch() -> None:
+    header = Path(torch.__file__).parent / "include/torch/csrc/CudaIPCTypes.h"
+    (count,) = re.findall(r"CUDA_IPC_REF_COUNTER_FILE_SIZE = (\d+);", header.read_text(encoding="utf-8"))
+    assert int(count) == cuda_ipc._COUNTERS
+    # The same function of PyTorch names the files of tensors that processes share by name.
+    _, name, _ = torch.empty(8).untyped_storage()._share_filename_cpu_()
+    assert cuda_ipc._COUNTER_FILE.fullmatch(name)
+    for other in (b"/torch_1_2", b"/torch_1_2_3/../x", b"/torch_1_2_3\n", b"torch_1_2_3", b"/dev/shm/torch_1_2_3"):
+        assert not cuda_ipc._COUNTER_FILE.fullmatch(other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_trainer_without_a_gpu_is_refused_by_name_and_auto_does_not_ask() -> None:
+    with pytest.raises(InputError, match="vllm_weight_transport=cuda_ipc, but this process has no NVIDIA GPU"):
+        choose_transport(NAME, [Worker()], "127.0.0.1", 0, 20.0)
