@@ -812,6 +812,13 @@ MUTATIONS = [
         "tests/sync/test_transports.py::test_cuda_ipc_has_one_slot_and_the_same_buffer_after_a_failure",
     ),
     Mutation(
+        "weights for CUDA IPC are copied to main memory (on the pretend GPU)",
+        "sync/wire/cuda_ipc.py",
+        "_name, _to_host = NAME, False",
+        "_name, _to_host = NAME, True",
+        "tests/pretend_cuda/test_runs.py::test_no_bytes_of_weights_cross_the_host_for_a_push_over_cuda_ipc",
+    ),
+    Mutation(
         "two processes on one GPU",
         "sync/wire/nccl.py",
         "            if gpu in users:",

@@ -1,7 +1,7 @@
-"""The part `push` of `make gpu-day`: weights go from this process to a second one, each with a GPU of its own.
+"""The part `push` of `make gpu-day`: weights go from this process to a second one, on the same GPU and on a GPU of its own.
 
 NCCL accepts no two processes on one GPU. With one GPU, only a group of one process is made, which broadcasts to itself. In a
-rehearsal on a CPU, gloo takes the place of NCCL.
+rehearsal on a CPU, gloo takes the place of NCCL, and CUDA IPC is not measured.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ import torch
 from benchmarks.gpu_day.measuring import Row, Sizes, device, make_model, measured, refusals, synchronize
 from lockstep.engines.tensor_specs import digest_of_all, tensor_specs
 from lockstep.sync.source import PlainSource
+from lockstep.sync.wire import cuda_ipc
+from lockstep.sync.wire.cuda_ipc import CudaIPCTransport
 from lockstep.sync.wire.gloo import GLOO, NCCL, GlooTransport, Receiver
 from lockstep.sync.wire.groups.devices import DeviceChannel
 from lockstep.sync.wire.groups.meeting import Meeting, listen, open_store
 from lockstep.sync.wire.groups.proof import new_secret
-from lockstep.sync.wire.nccl import NCCLTransport
+from lockstep.sync.wire.nccl import NCCLTransport, identity_of
+from lockstep.sync.wire.shared_memory import NAME as SHARED_MEMORY
+from lockstep.sync.wire.shared_memory import Segment, SharedMemoryTransport
 
 _HOST = "127.0.0.1"
 # Seconds that one push, or the start of the second process, may take.
@@ -37,15 +41,33 @@ def push(sizes: Sizes) -> Iterator[Row]:
     tensors = list(PlainSource(model.to(where)))
     size = sum(tensor.nbytes for _, tensor in tensors)
     yield from _alone(tensors, where, size, sizes.repeats)
+    same: dict[str, Callable[[], Any]] = {SHARED_MEMORY: lambda: SharedMemoryTransport(_LIMIT)}
+    if where.type == "cuda":
+        where = torch.device("cuda", torch.cuda.current_device())
+        same[cuda_ipc.NAME] = lambda: CudaIPCTransport(_LIMIT, where)
+    else:
+        yield {"way": cuda_ipc.NAME, "what": "not measured: this needs a GPU"}
+    yield from _to_second_process(same, tensors, where, where, size, sizes.repeats)
     other = torch.device("cuda", 1) if where.type == "cuda" else where
     if where.type == "cuda" and torch.cuda.device_count() < 2:
         yield {"way": "to a second process", "what": "not measured: this needs two GPUs, and this machine has one"}
         return
     where = torch.device("cuda", 0) if where.type == "cuda" else where
-    makers: dict[str, Callable[[], GlooTransport]] = {
+    makers: dict[str, Callable[[], Any]] = {
         NCCL: lambda: NCCLTransport(_HOST, 0, _LIMIT, where),
         GLOO: lambda: GlooTransport(_HOST, 0, _LIMIT, deltas=False),
     }
+    yield from _to_second_process(makers, tensors, where, other, size, sizes.repeats)
+
+
+def _to_second_process(
+    makers: dict[str, Callable[[], Any]],
+    tensors: list[tuple[str, torch.Tensor]],
+    where: torch.device,
+    other: torch.device,
+    size: int,
+    repeats: int,
+) -> Iterator[Row]:
     with _second_process(str(other)) as receiver:
         for name, make in makers.items():
             row: Row = {
@@ -55,8 +77,10 @@ def push(sizes: Sizes) -> Iterator[Row]:
                 "MB": size / 1e6,
             }
             with refusals(row) as failed:
+                if name == cuda_ipc.NAME:
+                    cuda_ipc.check_shared([receiver], where)
                 transport, seconds = make(), []
-                for _ in range(sizes.repeats + 1):
+                for _ in range(repeats + 1):
                     synchronize()
                     start = time.perf_counter()
                     transport.send(tensors, [receiver])
@@ -109,26 +133,26 @@ class _SecondProcess:
         self._pipe = pipe
 
     def init_transfer(self, info: dict[str, Any]) -> None:
-        raise NotImplementedError
+        self._ask("init_transfer", info)
 
     def update_weights(self, info: dict[str, Any]) -> None:
-        self._ask(info)
+        self._ask("update_weights", info)
 
     def workers(self, method: str, *args: str) -> list[Any]:
-        raise NotImplementedError
+        return [self._ask(method, *args)]
 
     def digest(self) -> str:
         """Digest of the weights that have arrived."""
-        return self._ask({})
+        return self._ask("digest")
 
-    def _ask(self, words: dict[str, Any]) -> str:
-        self._pipe.send_bytes(json.dumps(words).encode())
+    def _ask(self, method: str, *given: Any) -> Any:
+        self._pipe.send_bytes(json.dumps([method, given]).encode())
         if not self._pipe.poll(_LIMIT):
             raise RuntimeError(f"the second process did not answer within {_LIMIT:.0f} s")
         answer = json.loads(self._pipe.recv_bytes())
         if "failed" in answer:
             raise RuntimeError(answer["failed"])
-        return answer["digest"]
+        return answer["is"]
 
 
 @contextmanager
@@ -146,24 +170,50 @@ def _second_process(where: str) -> Iterator[_SecondProcess]:
         process.kill()
 
 
+class _Worker:
+    """The second process. It copies the tensors of each push into memory of its own, as a server's engine does."""
+
+    def __init__(self, own: torch.device) -> None:
+        self._own, self._receiver = own, Receiver(own)
+        self._segment: Segment | None = None
+        self._held: dict[str, torch.Tensor] = {}
+
+    def init_transfer(self, info: dict[str, Any]) -> None:
+        self._segment = cuda_ipc.open_segment(info["segment"], info["bytes"], info.get("buffer"), self._own)
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        if info["transport"] in (GLOO, NCCL):
+            incoming = self._receiver.receive(info, info["chunks"])
+        else:
+            assert self._segment is not None
+            names = {"push": "push", "worker": "rank", "workers": "size", "timeout": "timeout"}
+            incoming = self._segment.pieces(info["chunks"], **{name: info[key] for name, key in names.items()})
+        for arrived in incoming:
+            self._held |= {name: tensor.to(self._own, copy=True) for name, tensor in arrived}
+
+    def lockstep_device(self) -> dict[str, str]:
+        return {"gpu": identity_of(self._own)}
+
+    def lockstep_maps(self, handle: str) -> dict[str, str]:
+        return cuda_ipc.read_test_buffer(json.loads(handle), self._own)
+
+    def digest(self) -> str:
+        return digest_of_all(tensor_specs(list(self._held.items())))
+
+
 def _receive(pipe: Connection, where: str) -> None:
-    """What the second process does: it copies the tensors of each push into memory of its own, as a server's engine does."""
+    """What the second process does: it answers the calls of the first one."""
     own = torch.device(where)
     if own.type == "cuda":
         torch.cuda.set_device(own)
-    receiver, held = Receiver(own), dict[str, torch.Tensor]()
+    worker = _Worker(own)
     while True:
         try:
-            info = json.loads(pipe.recv_bytes())
+            method, given = json.loads(pipe.recv_bytes())
         except EOFError:
             return
         try:
-            if info:
-                for arrived in receiver.receive(info, info["chunks"]):
-                    held |= {name: tensor.to(own, copy=True) for name, tensor in arrived}
-                answer = {"digest": ""}
-            else:
-                answer = {"digest": digest_of_all(tensor_specs(list(held.items())))}
+            answer = {"is": getattr(worker, method)(*given)}
         except Exception as error:  # noqa: BLE001 - the other process raises it
             answer = {"failed": f"{type(error).__name__}: {error}"}
         pipe.send_bytes(json.dumps(answer).encode())

@@ -61,6 +61,8 @@ def test_every_part_runs_at_a_tiny_size_and_finds_right_gradients(tmp_path: Path
     assert [(row["way"], row.get("digests")) for row in found["push"]] == [
         *[("nccl", None)] * 2,
         ("digests of the weights", None),
+        ("cuda_ipc", None),
+        ("shared_memory", "equal"),
         ("nccl", "equal"),
         ("gloo", "equal"),
     ]

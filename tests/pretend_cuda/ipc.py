@@ -84,16 +84,21 @@ class Worker:
         self._segment = open_segment(info["segment"], info["bytes"], info.get("buffer"), self._device)
 
     def update_weights(self, info: dict[str, Any]) -> Any:
-        from lockstep.engines.tensor_specs import tensor_specs
+        from lockstep.engines.tensor_specs import begin_specs, one_push
 
         self._log.clear()
         self._held.open()
         taken = self._held.accepts_base(info["base"])
         names = {"push": info["push"], "worker": info["rank"], "workers": info["size"], "timeout": info["timeout"]}
-        for arrived in self._segment.pieces(info["chunks"], **names):
-            if taken:
-                self._held.add(tensor_specs(arrived), [n for n, _ in arrived], [n for n, _ in arrived])
-                self._found |= {name: tensor.clone() for name, tensor in arrived}
+        loaded = []
+        with one_push(int(info["digest_key"], 16) if info["digest_key"] else None, remembers=False):
+            for arrived in self._segment.pieces(info["chunks"], **names):
+                if taken:
+                    loaded.append((begin_specs(arrived), [name for name, _ in arrived]))
+                    self._found |= {name: tensor.clone() for name, tensor in arrived}
+                    loaded[-1][0].settle()
+        for begun, written in loaded:
+            self._held.add(begun(), written, written)
         found = self._held.close(self._found)
         seen = {"chunks": len(info["chunks"]), "waits": waits_of_slots(self._log), "crossed": crossed(self._log)}
         return {"tensors": [list(spec) for spec in found.tensors], "refused": found.unknown_base, **seen}

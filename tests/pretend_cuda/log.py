@@ -49,6 +49,11 @@ class Log:
                 self.events[kind, operation, place, label] += 1
                 self.sizes[kind, operation, place, label] += size
 
+    def copied(self, kind: str) -> int:
+        """Bytes of all events of a kind."""
+        with self._lock:
+            return sum(size for (found, *_), size in self.sizes.items() if found == kind)
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:

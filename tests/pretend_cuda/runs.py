@@ -225,6 +225,12 @@ def _sliced(folder: Path) -> Result:
     }
 
 
+def _digested(folder: Path) -> Result:
+    from pretend_cuda.digests import measured
+
+    return measured(folder)
+
+
 def _itself(folder: Path) -> Result:
     """What the device itself promises, without Lockstep."""
     import torch
@@ -306,11 +312,12 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "ipc": _ipc,
     "counts": _counted,
     "slices": _sliced,
+    "digests": _digested,
     "itself": _itself,
     "gpu_day": _gpu_day,
 }
 # The runs that are done on the CPU too have a loss. They are named with whether they compute in bf16.
-ONLY_HERE = ("elsewhere", "verify", "push", "ipc", "counts", "slices", "itself", "gpu_day")
+ONLY_HERE = ("elsewhere", "verify", "push", "ipc", "counts", "slices", "digests", "itself", "gpu_day")
 LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ONLY_HERE}
 
 
@@ -338,7 +345,7 @@ def run_all(folder: Path, names: list[str], log: Any = None) -> None:
 def begin() -> Any:
     """Switch the pretend GPU on, before PyTorch is imported. Returns its log."""
     tests = Path(__file__).parents[1]
-    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync"), str(tests.parent)]
+    sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync"), str(tests / "engines"), str(tests.parent)]
     os.environ["OMP_NUM_THREADS"] = "1"
     import pretend_cuda
 

@@ -105,6 +105,13 @@ def test_over_cuda_ipc_each_chunk_is_complete_before_the_other_process_is_told(b
         assert push["worker"]["waits"] == chunks
 
 
+def test_no_bytes_of_weights_cross_the_host_for_a_push_over_cuda_ipc(both: Both) -> None:
+    """Counted by the device in both processes. What crosses: 16 bytes per digest, and the workers read 8 per tensor and push."""
+    for push in _read(both.device, "ipc")["pushes"]:
+        assert push["trainer"]["crossed"] <= 2 * 16 * push["tensors"]
+        assert push["worker"]["crossed"] <= (16 + 8) * push["tensors"]
+
+
 REFUSED = {
     "another gpu": "the trainer's buffer is on the GPU GPU-1",
     "no hex": "are no handles of CUDA",
@@ -308,6 +315,56 @@ def test_filters_start_few_products(both: Both) -> None:
 def test_an_element_that_is_not_zero_is_found_where_the_cpu_finds_it(both: Both) -> None:
     found = _read(both.device, "slices")["places"]
     assert found["cuda"] == found["cpu"] == [73, 32, 0, 63, 0, 0]
+DIGEST = "engines/device_digest.py"
+
+
+@pytest.mark.parametrize(
+    ("way", "limit"),
+    [
+        ("by reference", 2),
+        ("by copies", 2),
+        # Two more for the comparison with the live model: its drawn tensors, and each of its two drawn layers.
+        ("merged", 2 + 1 + 2),
+        # The server is a process of its own, which waits once. Here it is in this process.
+        ("nccl", 2 + 1),
+    ],
+)
+def test_the_host_waits_twice_for_the_digests_of_a_push_and_no_weight_comes_to_it(
+    both: Both, way: str, limit: int
+) -> None:
+    found = _read(both.device, "digests")
+    pushes = found["pushes"][way]["pushes"]
+    assert len(pushes) == 5
+    for push in pushes:
+        assert sum(count for place, count in push["waits"].items() if place.startswith(DIGEST)) <= limit, push
+        # 16 bytes per digest; a merged push also reads the difference that it has proven.
+        assert push["bytes"] < 2500, push
+        assert push["full"] == ""
+    assert pushes[0]["sent"] == found["size"]
+    assert [push["sent"] for push in pushes[1::3]] == [0, 0]
+    assert 0 < pushes[2]["sent"] < found["size"]
+
+
+def test_each_push_that_sends_something_has_a_key_of_its_own(both: Both) -> None:
+    for way, found in _read(both.device, "digests")["pushes"].items():
+        assert found["keys"] == found["different"] == (0 if way == "shared memory" else 3)
+
+
+def test_weights_that_go_through_main_memory_are_copied_there_once(both: Both) -> None:
+    found = _read(both.device, "digests")
+    assert {push["bytes"] for push in found["pushes"]["shared memory"]["pushes"]} == {found["size"]}
+
+
+def test_a_digest_of_the_device_is_that_of_the_cpu_for_every_dtype(both: Both) -> None:
+    dtypes = _read(both.device, "digests")["dtypes"]
+    assert len(dtypes) == 10
+    assert [dtype for dtype, same in dtypes.items() if not same] == []
+
+
+def test_a_digest_launches_two_kernels_per_eight_mib_and_a_few_more(both: Both) -> None:
+    launches = _read(both.device, "digests")["launches"]
+    assert launches["64"] - launches["8"] <= 8 * 2 + 2
+    assert launches["1"] <= launches["8"] <= 10
 
 
 def test_seconds_of_phases_are_read_from_events(both: Both) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import Listener
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Program
 from test_transports import Worker, arrived_whole, over_groups, weights
 
 from lockstep.errors import EngineLost, InputError
@@ -197,6 +202,57 @@ def test_two_trainers_in_turn_make_a_group_each_time_and_every_push_arrives(grou
     assert len(groups_made) == 8
     one.close()
     other.close()
+
+
+class OtherProcess(Worker):
+    """A server whose worker is a process of its own (`worker_process.py`)."""
+
+    url = "http://other"
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        super().__init__()
+        socket_file = str(folder / "socket")
+        with Listener(socket_file, "AF_UNIX") as listener, (folder / "output").open("a+", encoding="utf-8") as output:
+            command = [sys.executable, str(Path(__file__).with_name("worker_process.py")), socket_file, *words]
+            self.program = Program(command, stdout=output, stderr=output)
+            self._calls = listener.accept()
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        try:
+            self._calls.send_bytes(json.dumps(info).encode())
+            answer = json.loads(self._calls.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise EngineLost("the server is gone", lambda: None) from error
+        if "error" in answer:
+            raise EngineLost(answer["error"], lambda: None)
+        self.found = {name: torch.tensor(values) for name, values in answer["found"].items()}
+
+    def kill(self) -> None:
+        self.program.kill()
+        self.program.wait(60)
+        self._calls.close()
+
+
+def test_a_server_that_is_killed_between_pushes_or_in_one_gets_a_new_group_when_it_is_back(
+    groups_made: list[int], tmp_path: Path
+) -> None:
+    transport, other, killed = over_groups(NCCL), named("http://a"), OtherProcess(tmp_path)
+    send(transport, [other, killed], 0)
+    killed.kill()
+    with pytest.raises(EngineLost, match="the server is gone"):
+        transport.send(weights(1), [other, killed])
+    dying = OtherProcess(tmp_path, "dies")
+    with pytest.raises(EngineLost, match="the server is gone"):
+        transport.send(weights(2), [other, dying])
+    dying.kill()
+    back = OtherProcess(tmp_path)
+    before = len(groups_made)
+    for seed in (3, 4):
+        send(transport, [other, back], seed)
+    # Of the trainer and of the worker in this process.
+    assert sorted(groups_made[before:]) == [0, 1]
+    transport.close()
+    back.kill()
 
 
 class Noting(Worker):

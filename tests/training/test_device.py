@@ -85,6 +85,8 @@ def test_another_thread_reads_a_tensor_of_a_gpu_only_after_the_callers_stream_ha
 ) -> None:
     found = on_gpus["reads_in_other_threads"]
     assert set(found) == {"push", "base", "checkpoint"}
+    # The digests of a push are computed in the order of the caller's own stream, and no other thread reads a GPU.
+    assert found.pop("push") == [0, 0]
     assert all(read >= 4 and early == 0 for read, early in found.values()), found
 
 

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 
+from lockstep.errors import LockstepError
 from lockstep.to_device import sent
 
 # 32-bit words per row, and levels of rows. Each level has 1/1024 of the words of the one below: four are enough for 16 TiB.
@@ -33,6 +35,30 @@ _CHUNK = 8 << 20
 KEY_BITS = 128
 
 Named = tuple[str, torch.Tensor]
+
+
+_drawn: set[int] = set()
+
+
+def new_key() -> int:
+    """A random key that this process has not had before.
+
+    Raises:
+        LockstepError: the system's source of randomness repeats itself.
+    """
+    key = secrets.randbits(KEY_BITS)
+    if key in _drawn:
+        raise LockstepError(
+            "this machine has drawn the same random key of 128 bits twice, so that its source of randomness repeats itself: "
+            "restart the machine or the container, and do not restore a process from a snapshot"
+        )
+    _drawn.add(key)
+    return key
+
+
+def key_for(tensors: Iterable[torch.Tensor]) -> int | None:
+    """A new key if one of these tensors lies on a GPU; None: they lie in main memory, where xxh3 is faster."""
+    return new_key() if any(tensor.is_cuda for tensor in tensors) else None
 
 
 def device_digests(named: Sequence[Named], key: int) -> torch.Tensor:

@@ -42,7 +42,7 @@ from lockstep.engines.protocol import (
     RequestKey,
     TensorSpec,
 )
-from lockstep.engines.tensor_specs import described
+from lockstep.engines.tensor_specs import Begun, described, finished
 from lockstep.engines.transformers_probe import list_modules, output_of
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import InputError, LockstepError, foreign_errors
@@ -294,14 +294,15 @@ class TransformersEngine:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         own = {p.name: p.tensor for p in checkpoint_tensors(self._model, dict(self._model.named_parameters()))}
-        specs: list[TensorSpec] = []
+        told: list[TensorSpec | Begun] = []
         if self._held.accepts_base(base):
-            for name, tensor in described(((name, tensor) for name, tensor in tensors if name in own), specs):
+            for name, tensor in described(((name, tensor) for name, tensor in tensors if name in own), told):
                 if own[name].shape != tensor.shape:
                     raise LockstepError(
                         f"{name} has shape {tuple(tensor.shape)}, and in the engine {tuple(own[name].shape)}"
                     )
                 own[name].data.copy_(tensor)
+        specs = finished(told)
         loaded = [spec.name for spec in specs]
         self._held.add(specs, loaded, loaded)
         return self._held.close(own)

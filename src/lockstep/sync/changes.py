@@ -6,6 +6,8 @@ The weights come from a source (`sync/source.py`, `sync/adapters/merged.py`). En
   engines fuse such tensors (q, k and v become one), and load all parts of a fused tensor or none.
 - To servers over a network (`sync/wire/gloo.py`), only the changed elements of a tensor are sent. For this, the trainer keeps a
   copy of what it has sent (`sync/wire/deltas.py`).
+- Tensors of a GPU that go through main memory are copied there once, and the copies are digested. Tensors that go from GPU to GPU
+  are digested there. If the push builds on an earlier one, all digests are computed first, so that the host waits once for them.
 - Everything is sent if the last push was not proven (`LastPush.forget`), or if the engine does not hold it (`sync/push.py`).
 
 The manifest describes all tensors of the version, also those that are not sent.
@@ -13,12 +15,21 @@ The manifest describes all tensors of the version, also those that are not sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from lockstep.engines.protocol import TensorSpec
-from lockstep.engines.tensor_specs import begin_specs, described, tensor_specs
+from lockstep.engines.tensor_specs import (
+    Begun,
+    begin_specs,
+    described,
+    digest_under,
+    finished,
+    host_copy,
+    key_of,
+    push_key,
+)
 from lockstep.errors import LockstepError
 from lockstep.sync.source import Manifest, PlainSource, read_specs
 from lockstep.sync.wire.chunks import Named
@@ -70,7 +81,10 @@ class Update:
         self._last_push.forget()
         self._before = {} if last_manifest is None else {spec.name: spec for spec in last_manifest.tensors}
         self.base = "" if last_manifest is None else last_manifest.digest
-        self._specs: tuple[TensorSpec, ...] | None = None
+        # Some may still be on a GPU. `manifest` waits for them.
+        self._specs: Sequence[TensorSpec | Begun] | None = None
+        self._now: dict[str, TensorSpec] | None = None
+        self._to_host = False
         self.sent_bytes = 0
         self.changed_elements: int | None = None
 
@@ -98,6 +112,7 @@ class Update:
         """The manifest of all tensors of the version."""
         if self._specs is None:
             self._specs = read_specs(self._read(self._names()))
+        self._specs = finished(self._specs)
         return Manifest(version, self._specs)
 
     def __iter__(self) -> Iterator[Named]:
@@ -105,13 +120,17 @@ class Update:
             if not isinstance(piece, Changes):
                 yield name, piece
 
-    def pieces(self, *, deltas: bool = False) -> Iterator[Piece]:
+    def pieces(self, *, deltas: bool = False, to_host: bool = False) -> Iterator[Piece]:
         """What is sent of every tensor of the version: the whole tensor, or its changed elements (`NO_CHANGES` if there are none).
 
         Args:
             deltas: whether the receiver keeps a copy of what it is sent, so that the changed elements of a tensor are enough.
+            to_host: whether the tensors go through main memory. They are then copied there.
         """
-        specs: list[TensorSpec] = []
+        self._to_host = deltas or to_host
+        if self._to_host:
+            digest_under(None)
+        specs: list[TensorSpec | Begun] = []
         self.sent_bytes, self.changed_elements = 0, 0 if deltas and self.base else None
         try:
             for name, piece in self._element_changes(specs) if deltas else self._changed_parts(specs):
@@ -122,48 +141,70 @@ class Update:
         except RuntimeError as error:
             # For example, the trainer is out of memory. The caller reads a RuntimeError as the loss of the engine.
             raise LockstepError(f"the trainer could not prepare the weights for the push: {error}") from error
-        self._specs = tuple(specs)
+        self._specs = specs
 
     # ---- what changed -----------------------------------------------------------------------------------------------
 
-    def _changed_parts(self, specs: list[TensorSpec]) -> Iterator[Piece]:
+    def _changed_parts(self, specs: list[TensorSpec | Begun]) -> Iterator[Piece]:
         """Whole tensors. Parts of the model in which no digest changed are left out."""
         self._last_push.copies.clear()
         if not self.base:
-            yield from described(self._read(self._names()), specs)
+            yield from self._described(self._names(), specs)
             return
-        if self.is_model_memory:
-            # Start to compute all digests in the background. `tensor_specs` uses these results below (`one_push`).
+        if push_key() is not None:
+            self._now = self._digested_like(self._before)
+        elif self.is_model_memory and not self._to_host:
+            # Start to compute all digests in the background. `begin_specs` uses these results below (`one_push`).
             begin_specs(list(self._source))
         for names in self._parts():
             yield from self._changed_part(names, specs)
 
-    def _changed_part(self, names: list[str], specs: list[TensorSpec]) -> Iterator[Piece]:
+    def _changed_part(self, names: list[str], specs: list[TensorSpec | Begun]) -> Iterator[Piece]:
+        if self._now is not None:
+            if any(name not in self._now or not self._is_same(self._now[name]) for name in names):
+                yield from self._described(names, specs)
+            else:
+                specs += [self._now[name] for name in names]
+                yield from ((name, NO_CHANGES) for name in names)
+            return
         same: list[TensorSpec] = []
         tensors = self._read(names)
-        for name, tensor in tensors:
-            (spec,) = tensor_specs([(name, tensor)])
+        for name, original in tensors:
+            tensor = host_copy(original) if self._to_host else original
+            (spec,) = begin_specs([(name, tensor)], copied=[original])()
             if self._is_same(spec):
                 same.append(spec)
                 continue
             # Read the earlier tensors of this part a second time, because they were not kept in memory.
             specs += same
-            yield from self._read(earlier.name for earlier in same)
+            earlier_tensors = self._read(earlier.name for earlier in same)
+            yield from ((n, host_copy(t) if self._to_host else t) for n, t in earlier_tensors)
             specs.append(spec)
             yield name, tensor
-            del tensor
-            yield from described(tensors, specs)
+            del tensor, original
+            yield from described(tensors, specs, to_host=self._to_host)
             return
         specs += same
         yield from ((name, NO_CHANGES) for name in names)
 
+    def _digested_like(self, before: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """The descriptions of all tensors that have a digest with a key in `before`, under their keys there."""
+        keyed = {name: spec for name, spec in before.items() if key_of(spec.digest) is not None}
+        specs: list[TensorSpec | Begun] = []
+        for _ in described(self._read(name for name in self._names() if name in keyed), specs, like=keyed):
+            pass
+        return {spec.name: spec for spec in finished(specs)}
+
+    def _described(self, names: Iterable[str], specs: list[TensorSpec | Begun]) -> Iterator[Named]:
+        return described(self._read(names), specs, to_host=self._to_host)
+
     def _is_same(self, spec: TensorSpec) -> bool:
         return self._before.get(spec.name) == spec
 
-    def _element_changes(self, specs: list[TensorSpec]) -> Iterator[Piece]:
+    def _element_changes(self, specs: list[TensorSpec | Begun]) -> Iterator[Piece]:
         """The changed elements of each tensor, or the whole tensor if that is smaller."""
-        for name, tensor in described(self._read(self._names()), specs):
-            yield name, self._changes(name, tensor.detach().contiguous().cpu())
+        for name, tensor in self._described(self._names(), specs):
+            yield name, self._changes(name, tensor.detach().contiguous())
 
     def _changes(self, name: str, new: torch.Tensor) -> torch.Tensor | Changes:
         copies = self._last_push.copies
@@ -206,9 +247,9 @@ def may_be_base(tensors: Iterable[Named]) -> bool:
     return tensors.can_be_base if isinstance(tensors, Update) else True
 
 
-def pieces(tensors: Iterable[Named], *, deltas: bool = False) -> Iterator[Piece]:
+def pieces(tensors: Iterable[Named], *, deltas: bool = False, to_host: bool = False) -> Iterator[Piece]:
     """What is sent of each tensor: the pieces of an `Update`, or the tensors themselves."""
-    return tensors.pieces(deltas=deltas) if isinstance(tensors, Update) else iter(tensors)
+    return tensors.pieces(deltas=deltas, to_host=to_host) if isinstance(tensors, Update) else iter(tensors)
 
 
 def _cast(tensors: Iterable[Named], dtype: torch.dtype | None) -> Iterator[Named]:

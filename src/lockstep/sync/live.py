@@ -102,7 +102,8 @@ def _check_digests(
     tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None, sent: Sequence[TensorSpec], version: int
 ) -> None:
     cast = [(name, tensor.to(dtype) if _is_wider(tensor, dtype) else tensor) for name, tensor in tensors]
-    differing = [own.name for own, spec in zip(tensor_specs(cast), sent, strict=True) if own != spec]
+    own = tensor_specs(cast, {spec.name: spec for spec in sent})
+    differing = [spec.name for spec, other in zip(own, sent, strict=True) if spec != other]
     if differing:
         raise ProofError(
             "live",

@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from lockstep.engines.device_digest import key_for
 from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.engines.tensor_specs import one_push
 from lockstep.errors import InputError, ProofError
@@ -109,7 +109,7 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
     start = time.perf_counter()
     source, last_push = weights_of(model), _LAST_PUSHES.setdefault(engine, LastPush())
     update, in_full = Update(source, engine.wire_dtype, last_push), ""
-    with one_push() if update.is_model_memory else nullcontext(), torch.no_grad():
+    with one_push(key_for(model.parameters()), remembers=update.is_model_memory), torch.no_grad():
         try:
             manifest = _load_update(update, engine, version)
         except ProofError as error:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.engines.protocol import TensorSpec
-from lockstep.engines.tensor_specs import described, digest_of_all
+from lockstep.engines.tensor_specs import Begun, described, digest_of_all, finished
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.shards.model import sharded
 
@@ -105,7 +105,7 @@ class PlainSource:
 
 def read_specs(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec, ...]:
     """Read a stream, and describe its tensors."""
-    specs: list[TensorSpec] = []
+    specs: list[TensorSpec | Begun] = []
     for _ in described(tensors, specs):
         pass
-    return tuple(specs)
+    return finished(specs)

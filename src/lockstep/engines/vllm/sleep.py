@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lockstep.engines.tensor_specs import tensor_digest
+from lockstep.engines.device_digest import new_key
+from lockstep.engines.tensor_specs import one_push, tensor_specs
 from lockstep.errors import InputError, LockstepError, ProofError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Sleep:
     def __init__(self, llm: LLM, call: Callable[..., list[Any]], level: SleepLevel) -> None:
         self._llm, self._call, self.level = llm, call, level
         self._asleep: tuple[str, ...] = ()
+        self._key = 0
         self._digests: list[dict[str, str]] = []
 
     @property
@@ -70,7 +72,8 @@ class Sleep:
         # vLLM sleeps as a whole, so that a cache which was not needed since the last push wakes first.
         self.wake()
         if self.level == 1:
-            self._digests = self._call(weight_digests)
+            self._key = new_key()
+            self._digests = self._call(weight_digests, f"{self._key:x}")
         else:
             # Before the weights are gone, so that no failure can leave the engine with a record of weights that it lost.
             self._call(forget_weights)
@@ -112,7 +115,9 @@ class Sleep:
         self._asleep = left
 
     def _check_restored(self) -> None:
-        for rank, (before, now) in enumerate(zip(self._digests, self._call(weight_digests), strict=True)):
+        for rank, (before, now) in enumerate(
+            zip(self._digests, self._call(weight_digests, f"{self._key:x}"), strict=True)
+        ):
             differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
             if differing:
                 raise ProofError(
@@ -124,9 +129,14 @@ class Sleep:
                 )
 
 
-def weight_digests(worker: Any) -> dict[str, str]:
-    """The digest of each parameter as a worker holds it. vLLM calls it inside the worker."""
-    return {name: tensor_digest(parameter) for name, parameter in worker.model_runner.model.named_parameters()}
+def weight_digests(worker: Any, key: str) -> dict[str, str]:
+    """The digest of each parameter as a worker holds it. vLLM calls it inside the worker.
+
+    Args:
+        key: the key of the digests, in hex.
+    """
+    with one_push(int(key, 16), remembers=False):
+        return {spec.name: spec.digest for spec in tensor_specs(list(worker.model_runner.model.named_parameters()))}
 
 
 def forget_weights(worker: Any) -> None:

@@ -10,13 +10,13 @@ can use a server that already holds the same base. A server that was restarted g
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 
 import torch
 
 from lockstep.engines.adapters.receiver import AdapterReceiver
+from lockstep.engines.device_digest import key_for
 from lockstep.engines.protocol import Engine, LoadedWeights
-from lockstep.engines.tensor_specs import one_push
+from lockstep.engines.tensor_specs import digest_under, key_of, one_push
 from lockstep.errors import InputError, ProofError
 from lockstep.sync.adapters.live import check_adapter_live
 from lockstep.sync.adapters.source import AdapterSource, BaseSource, adapter_shape, check_alone
@@ -78,15 +78,19 @@ class AdapterPusher:
     def _push_base(self, version: int) -> tuple[Manifest, int]:
         """Send the base weights if the engine does not hold them. Returns their manifest, and the number of bytes sent."""
         source, engine = BaseSource(self._model), self._engine
-        with one_push() if source.is_model_memory else nullcontext():
-            full_update = Update(source, engine.wire_dtype)
-            manifest = full_update.manifest(version)
-            if self.receiver.base_digest() == manifest.digest:
-                return manifest, 0
+        held = self.receiver.base_digest()
+        with one_push(key_of(held), remembers=source.is_model_memory):
+            if held:
+                manifest = Update(source, engine.wire_dtype).manifest(version)
+                if held == manifest.digest:
+                    return manifest, 0
             self.receiver.check_base_replaceable()
+            digest_under(key_for(self._model.parameters()))
             update = Update(source, engine.wire_dtype)
             engine.begin_update()
-            check_loaded(manifest, engine.load(update))
+            loaded = engine.load(update)
+            manifest = update.manifest(version)
+            check_loaded(manifest, loaded)
         if not engine.reset_caches():
             raise ProofError(
                 "caches",

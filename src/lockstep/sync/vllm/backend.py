@@ -25,7 +25,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from lockstep.engines.held import HeldWeights
 from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import begin_specs
+from lockstep.engines.tensor_specs import Begun, begin_specs, one_push
 from lockstep.sync.changes import Update
 from lockstep.sync.vllm.reload import (
     begin_reload,
@@ -91,6 +91,7 @@ class WireUpdate(WeightTransferUpdateInfo):
         base: as in `WeightReceiver.load`.
         keeps: whether the worker keeps a copy of what it receives. Then later pushes can send only the changed elements.
         group: name of the group of devices that stays between pushes (`sync/wire/groups/devices.py`).
+        digest_key: key of the push's digests, in hex; empty: they are xxh3.
     """
 
     transport: str
@@ -105,6 +106,7 @@ class WireUpdate(WeightTransferUpdateInfo):
     base: str = ""
     keeps: bool = False
     group: str = ""
+    digest_key: str = ""
 
 
 class _LayerwiseTransfer(WeightTransferEngine):
@@ -121,6 +123,8 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._layers: tuple[LayerReloadingInfo, ...] = ()
         self._kernels: dict[Any, Any] = {}
         self._is_updating = False
+        # What this update has loaded: descriptions, parameters written, and names of tensors that were stored.
+        self._loaded: list[tuple[Begun, set[str], set[str]]] = []
 
     @property
     def base_digest(self) -> str:
@@ -138,6 +142,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self._is_updating = True
         self.acknowledgement = LoadedWeights((), ())
         self.held.open()
+        self._loaded = []
         computed_with = [name for name, _ in self.model.named_parameters()]
         self._layers = begin_reload(self.model)
         # A module in 8 bits computes with scales, which it makes of the loaded weight itself.
@@ -156,16 +161,18 @@ class _LayerwiseTransfer(WeightTransferEngine):
         """Load some tensors, and compute their descriptions at the same time."""
         if not arrived:
             return
-        finish_specs = begin_specs(arrived)
+        begun = begin_specs(arrived)
         try:
             with StoredNames(arrived) as stored:
                 written = {name.replace(_BASE_LAYER, "") for name in self.model.load_weights(iter(arrived)) or ()}
         finally:
-            # When this returns, nothing reads the tensors any more.
-            specs = finish_specs()
-        self.held.add(specs, written, stored.names)
+            # When this returns, nothing reads the tensors in main memory any more. A GPU reads its own in the order of the stream.
+            begun.settle()
+        self._loaded.append((begun, written, stored.names))
 
     def finish_weight_update(self) -> None:
+        for begun, written, stored in self._loaded:
+            self.held.add(begun(), written, stored)
         self.acknowledgement = self.held.close(self._parameters, half_loaded(self.model))
         restore_unloaded(self.model)
         finalize_layerwise_reload(self.model, self.model_config)
@@ -223,17 +230,21 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         if not (update_info.keeps and update_info.base):
             self._reference.clear()
         # Close at once even if a load fails: transfers in flight then end before the next push can begin.
-        with contextlib.closing(self._incoming_pieces(update_info, self._segment)) as incoming:
+        key = int(update_info.digest_key, 16) if update_info.digest_key else None
+        with (
+            one_push(key, remembers=False),
+            contextlib.closing(self._incoming_pieces(update_info, self._segment)) as incoming,
+        ):
             for pieces in incoming:
                 # An update that may not be loaded is received too, because other servers receive the same bytes.
                 if is_accepted and update_info.keeps:
                     is_accepted = self._reference.take(pieces)
                 elif is_accepted:
                     self._load_temporary(pieces)
-        if not is_accepted:
-            self.held.refuse()
-        elif update_info.keeps:
-            self.load(self._reference.to_load())
+            if not is_accepted:
+                self.held.refuse()
+            elif update_info.keeps:
+                self.load(self._reference.to_load())
 
     def forget_weights(self) -> None:
         super().forget_weights()

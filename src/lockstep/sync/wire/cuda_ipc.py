@@ -68,7 +68,7 @@ class CudaIPCTransport(SharedMemoryTransport):
         device: the GPU of the trainer and of all workers.
     """
 
-    _name = NAME
+    _name, _to_host = NAME, False
 
     def __init__(self, timeout: float, device: torch.device) -> None:
         super().__init__(timeout)

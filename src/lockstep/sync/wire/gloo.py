@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
+from lockstep.engines.tensor_specs import push_key
 from lockstep.errors import EngineLost
 from lockstep.report.waits import waiting
 from lockstep.sync.changes import may_be_base, meta_tensors, pieces
@@ -36,6 +37,7 @@ from lockstep.sync.wire.groups.channel import SENDER, GlooChannel
 from lockstep.sync.wire.groups.devices import KeptChannel
 from lockstep.sync.wire.groups.meeting import Meeting, connect, listen, open_store, own_address, ready_key
 from lockstep.sync.wire.groups.proof import new_secret
+from lockstep.to_device import sent
 
 _logger = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ class GlooTransport:
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
         deltas = may_be_base(tensors) and self._sends_deltas(tensors, servers)
+        to_host = self._device.type == "cpu"
+        key = None if to_host else push_key()
         pool = ThreadPoolExecutor(len(servers), thread_name_prefix="lockstep-push")
         listener = listen(self._host, self._port)
         ranks = worker_ranks(servers, 1)
@@ -91,6 +95,7 @@ class GlooTransport:
                 "base": base,
                 "keeps": deltas,
                 "group": self._group,
+                "digest_key": "" if key is None else f"{key:x}",
             }
             pending = [
                 pool.submit(server.update_weights, {**connection, "rank": rank, "chunks": placed})
@@ -98,7 +103,7 @@ class GlooTransport:
             ]
             try:
                 lengths = [len(places) for places in placed]
-                chunked = _sent_bytes(pieces(tensors, deltas=deltas), lengths, self._device)
+                chunked = _sent_bytes(pieces(tensors, deltas=deltas, to_host=to_host), lengths, self._device)
                 self._broadcast(listener, size, secret, chunked, pending)
             except EngineLost:
                 # This is the error of the first server that failed. The other servers fail because of it.
@@ -277,7 +282,7 @@ def _sent_bytes(incoming: Iterator[Piece], lengths: Sequence[int], device: torch
     """The bytes of a push on a device, in the order in which they are sent: for each chunk its counts, then its pieces."""
     for length in lengths:
         chunk = list(islice(incoming, length))
-        yield torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64, device=device).view(torch.uint8)
+        yield sent(torch.tensor([count_of(piece) for _, piece in chunk], dtype=torch.int64), device).view(torch.uint8)
         while chunk:
             yield raw_bytes(chunk.pop(0)[1], device)
     # Read to the end, because an update describes its last tensors only then.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
+from lockstep.engines.tensor_specs import push_key
 from lockstep.errors import InputError
 from lockstep.sync.changes import meta_tensors, pieces
 from lockstep.sync.wire.chunks import Named, TensorPlace, chunks, layout, views
@@ -42,6 +43,8 @@ class SharedMemoryTransport:
     """
 
     _name = NAME
+    # Whether the weights go through main memory.
+    _to_host = True
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -73,19 +76,21 @@ class SharedMemoryTransport:
         pool: Executor,
     ) -> None:
         placed = [[[*p[:3], p.offset + slots.offset(number)] for p in places] for number, places in enumerate(layouts)]
+        key = None if self._to_host else push_key()
         info = {
             "transport": self._name,
             "base": base,
             "chunks": placed,
             "push": slots.begin_push(),
             "size": slots.workers,
+            "digest_key": "" if key is None else f"{key:x}",
         }
         pending = [
             pool.submit(server.update_weights, {**info, "rank": rank, "timeout": self._timeout})
             for server, rank in zip(servers, worker_ranks(servers, 0), strict=False)
         ]
         try:
-            incoming = pieces(tensors)
+            incoming = pieces(tensors, to_host=self._to_host)
             for number, places in enumerate(layouts):
                 chunk = list(islice(incoming, len(places) - 1))
                 slot = slots.wait_until_free(number, lambda: check_pending(pending))

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lockstep.engines.device_digest import new_key
+from lockstep.engines.tensor_specs import one_push
 from lockstep.errors import ProofError
 from lockstep.report.waits import waiting
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -52,7 +54,14 @@ def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version
     modules = [module for module in modules if sharded(module) is None]
     if ranks.count == 1 or not modules:
         return
-    digests = ranks.share("weights", lambda: [PlainSource(module).manifest(version).digest for module in modules])
+    on_gpu = any(parameter.is_cuda for module in modules for parameter in module.parameters())
+    key = ranks.share("key", new_key)[0] if on_gpu else None
+
+    def own_digests() -> list[str]:
+        with one_push(key, remembers=False):
+            return [PlainSource(module).manifest(version).digest for module in modules]
+
+    digests = ranks.share("weights", own_digests)
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise ProofError(

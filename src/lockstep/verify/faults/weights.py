@@ -14,6 +14,7 @@ import lockstep.parity.proven_push as proofs_module
 import lockstep.parity.weights.module_probe as probe_module
 import lockstep.sync.push as push_module
 from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
+from lockstep.engines.tensor_specs import Begun
 from lockstep.models.checkpoint_names import expert_names
 from lockstep.shards.model import ShardedModel
 from lockstep.sync.changes import Update
@@ -200,7 +201,7 @@ def _left_out(stage: Stage) -> Patch:
     """Pushes of what changed leave out a part of a layer that changed. Their manifests have its old digests, as the engine has."""
     part, real = part_of(_same_shape_pair(stage)[0]), Update._changed_part
 
-    def without(self: Update, names: list[str], specs: list[TensorSpec]) -> Iterator[Piece]:
+    def without(self: Update, names: list[str], specs: list[TensorSpec | Begun]) -> Iterator[Piece]:
         if part_of(names[0]) != part:
             return real(self, names, specs)
         specs += [self._before[name] for name in names]
