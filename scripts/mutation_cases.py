@@ -4182,6 +4182,13 @@ MUTATIONS = [
         "tests/engines/test_worker_start.py::test_triton_rounds_no_float32_of_an_engine_in_this_process",
     ),
     Mutation(
+        "Mamba in half precision: the trainer's head takes sums in float32 as the model's own does",
+        "training/forward/scoring.py",
+        "entering = hidden if fp32_head else head_input(head.module, hidden)",
+        "entering = hidden",
+        "tests/training/test_plain_rows.py::test_weights_in_half_precision_below_sums_in_float32_score_as_the_models_own_forward",
+    ),
+    Mutation(
         "push: weights wait for the end of a step that a server has begun ahead",
         "engines/http/pauses.py",
         "may_run = server.world_size > 1 or server.settings is None or server.settings.async_scheduling",
