@@ -94,9 +94,11 @@ def head_input(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     A model that adds its layers up in float32 (Mamba) has float32 hidden states beside weights in half precision. Its own forward
     casts them too.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
+    weight: torch.Tensor = head.weight  # type: ignore[assignment]
+    # The codes of a quantised head have no dtype of numbers.
+    if torch.is_autocast_enabled(hidden.device.type) or not weight.is_floating_point():
         return hidden
-    return hidden.to(head.weight.dtype)  # type: ignore[arg-type]
+    return hidden.to(weight.dtype)
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
