@@ -2221,8 +2221,8 @@ MUTATIONS = [
     Mutation(
         "seconds of phases: a GPU's own marks tell them, and not the host's clock",
         "report/phases.py",
-        "if self._mark is None:\n            self._recent[name] +=",
-        "if self._mark is not None:\n            self._recent[name] +=",
+        "if self._mark is None:\n            self._by_host(name)",
+        "if self._mark is not None:\n            self._by_host(name)",
         "tests/report/test_phases.py",
     ),
     Mutation(
