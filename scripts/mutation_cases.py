@@ -2233,8 +2233,8 @@ MUTATIONS = [
     Mutation(
         "seconds of phases: a GPU's own marks tell them, and not the host's clock",
         "report/phases.py",
-        "if self._mark is None:\n            self._recent[name] +=",
-        "if self._mark is not None:\n            self._recent[name] +=",
+        "if self._mark is None:\n            self._by_host(name)",
+        "if self._mark is not None:\n            self._by_host(name)",
         "tests/report/test_phases.py",
     ),
     Mutation(
@@ -4256,6 +4256,13 @@ MUTATIONS = [
         "return first * _SEARCHED + torch.stack",
         "return 0 * first + torch.stack",
         f"{ON_A_GPU}::test_an_element_that_is_not_zero_is_found_where_the_cpu_finds_it",
+    ),
+    Mutation(
+        "Mamba in half precision: the trainer's head takes sums in float32 as the model's own does",
+        "training/forward/scoring.py",
+        "entering = hidden if fp32_head else head_input(head.module, hidden)",
+        "entering = hidden",
+        "tests/training/test_plain_rows.py::test_weights_in_half_precision_below_sums_in_float32_score_as_the_models_own_forward",
     ),
     Mutation(
         "push: weights wait for the end of a step that a server has begun ahead",

@@ -356,7 +356,6 @@ class TestCommand:
         assert command[command.index("--max-num-batched-tokens") + 1] == "8192"
         assert "--seed=3" in command
         assert "--logprobs-mode" in command
-        assert "--no-async-scheduling" in command
 
     def test_a_server_on_a_cpu_has_the_defaults_of_a_cpu(
         self, untied_dir: str, monkeypatch: pytest.MonkeyPatch
