@@ -120,7 +120,9 @@ def test_a_wrong_log_prob_without_a_gradient_stops_the_run_if_its_group_is_drawn
     def score(policy: Policy, pack: Pack, *args: Any, **kwargs: Any) -> TokenScores:
         found = real(policy, pack, *args, **kwargs)
         wrong = [s.name == name for s in pack.sequences for _ in range(s.length)]
-        return TokenScores(found.logps - torch.tensor(wrong, device=found.logps.device).float(), found.entropies, draws=found.draws)
+        return TokenScores(
+            found.logps - torch.tensor(wrong, device=found.logps.device).float(), found.entropies, draws=found.draws
+        )
 
     name = str(clean.loop.generation.groups[group].rollouts[0].completion.key)
     run = sixteen(untied_dir, tmp_path / "wrong", hf_engine)
