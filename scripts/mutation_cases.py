@@ -28,6 +28,11 @@ class Mutation(NamedTuple):
     needs: str = ""
 
 
+ON_A_GPU = "tests/pretend_cuda/test_runs.py"
+COUNTS = (
+    "parity/backward/finite_differences.py",
+    f"{ON_A_GPU}::test_what_keeps_a_gpu_from_working_stays_below_what_is_asked",
+)
 ALONE = "tests/sync/test_adapters_alone.py"
 AUDIT = "tests/audit/test_audit.py"
 EXPERTS = "tests/models/test_checkpoint_names.py"
@@ -1350,8 +1355,8 @@ MUTATIONS = [
     Mutation(
         "gradients that were there before the part",
         "parity/backward/finite_differences.py",
-        "self._along = {n: -self._along_now(n) for n in self.named}",
-        "self._along = {n: 0.0 for n in self.named}",
+        "self._before = _along(self.named, self._unit)",
+        "self._before = dict.fromkeys(self.named)",
         f"{PARTS}::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were",
     ),
     Mutation(
@@ -1539,7 +1544,7 @@ MUTATIONS = [
     Mutation(
         "a gradient of an earlier step is cleared",
         "training/step/model_gradient.py",
-        "if any(p.grad is not None and bool(p.grad.any()) for p in named.values()):",
+        "if any(map(bool, on_host([p.grad.any() for p in named.values() if p.grad is not None]))):",
         "if False:",
         f"{BACKWARD}::test_a_gradient_that_is_left_from_before_stays_for_its_own_proof",
     ),
@@ -2228,8 +2233,8 @@ MUTATIONS = [
     Mutation(
         "seconds of phases: a GPU's own marks tell them, and not the host's clock",
         "report/phases.py",
-        "if self._mark is None:\n            self._recent[name] +=",
-        "if self._mark is not None:\n            self._recent[name] +=",
+        "if self._mark is None:\n            self._by_host(name)",
+        "if self._mark is not None:\n            self._by_host(name)",
         "tests/report/test_phases.py",
     ),
     Mutation(
@@ -4050,8 +4055,8 @@ MUTATIONS = [
     Mutation(
         "probe: an embedding is looked up without the scale of transformers' class",
         "engines/vllm/probe/modules.py",
-        "found = VocabParallelEmbedding.forward(module, rows).float()",
-        "found = module(rows).float()",
+        "found = [VocabParallelEmbedding.forward(module, own).float() @ vector",
+        "found = [module(own).float() @ vector",
         "tests/engines/test_transformers_backend.py::test_an_embedding_that_transformers_scales_has_the_trainers_weights",
     ),
     Mutation(
@@ -4187,6 +4192,77 @@ MUTATIONS = [
         "{**_ENVIRONMENT, **exact}",
         "{**_ENVIRONMENT}",
         "tests/engines/test_worker_start.py::test_triton_rounds_no_float32_of_an_engine_in_this_process",
+    ),
+    _of(COUNTS, "a GPU: the proof of the backward reads number by number", "map(float, on_host([", "map(float, (["),
+    Mutation(
+        "a GPU: the module probe reads module by module",
+        "parity/weights/module_probe.py",
+        "iter(on_host([tensor for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer]))",
+        "iter([tensor.cpu() for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer])",
+        COUNTS[1],
+    ),
+    Mutation(
+        "a GPU: the accumulation is read tensor by tensor",
+        "parity/step/drawn.py",
+        "for found in on_host(values)]",
+        "for found in (value.cpu() for value in values)]",
+        COUNTS[1],
+    ),
+    Mutation(
+        "a GPU: the engine's part of a probe reads module by module",
+        "engines/transformers_engine.py",
+        "zip(names, on_host(found), strict=True)",
+        "zip(names, [one.cpu() for one in found], strict=True)",
+        COUNTS[1],
+    ),
+    Mutation(
+        "a GPU: a part of a step is read inside its backward",
+        "training/step/checked_part.py",
+        "flow += gradient.detach()",
+        "flow += gradient.detach().cpu().to(flow.device)",
+        COUNTS[1],
+    ),
+    Mutation(
+        "a GPU: the engine's sampled tokens wait for the end of their copy",
+        "engines/transformers_engine.py",
+        "sent(torch.tensor(tokens), scores.device)[:, None]",
+        "torch.tensor(tokens).to(scores.device)[:, None]",
+        COUNTS[1],
+    ),
+    Mutation(
+        "a GPU: a probe casts a whole vocabulary",
+        "engines/probe.py",
+        "PROBED_ROWS = 8192",
+        "PROBED_ROWS = 1 << 30",
+        f"{ON_A_GPU}::test_a_probe_of_a_large_vocabulary_takes_the_memory_of_a_few_rows",
+    ),
+    Mutation(
+        "a GPU: sums over the vocabulary are computed for all rows at once",
+        "training/forward/draw_sums.py",
+        "_TOKENS, _TOKENS_ON_GPU = 8, 64",
+        "_TOKENS, _TOKENS_ON_GPU = 8, 1 << 30",
+        f"{ON_A_GPU}::test_sums_over_the_vocabulary_take_the_memory_of_a_few_rows",
+    ),
+    Mutation(
+        "a GPU: filters compute 32 tokens at a time",
+        "training/forward/filters/kept_logps.py",
+        "_TOKENS, _TOKENS_ON_GPU = 32, 512",
+        "_TOKENS, _TOKENS_ON_GPU = 32, 32",
+        f"{ON_A_GPU}::test_filters_start_few_products",
+    ),
+    Mutation(
+        "a GPU: the first element of a gradient is looked for in the first part alone",
+        "parity/step/update.py",
+        "return first * _SEARCHED + torch.stack",
+        "return 0 * first + torch.stack",
+        f"{ON_A_GPU}::test_an_element_that_is_not_zero_is_found_where_the_cpu_finds_it",
+    ),
+    Mutation(
+        "Mamba in half precision: the trainer's head takes sums in float32 as the model's own does",
+        "training/forward/scoring.py",
+        "entering = hidden if fp32_head else head_input(head.module, hidden)",
+        "entering = hidden",
+        "tests/training/test_plain_rows.py::test_weights_in_half_precision_below_sums_in_float32_score_as_the_models_own_forward",
     ),
     Mutation(
         "push: weights wait for the end of a step that a server has begun ahead",

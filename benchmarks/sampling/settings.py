@@ -29,6 +29,7 @@ from benchmarks.against_trl.answering import AnsweringProcess
 from benchmarks.against_trl.floors import cpu_name
 from benchmarks.against_trl.workloads import make_model
 from lockstep.cli.process.malloc import kernel_setting, with_tunables
+from lockstep.engines.vllm.arguments import usual_sequences
 from lockstep.training.config.precision import engine_dtype
 
 Round = dict[str, Any]
@@ -42,7 +43,7 @@ class Setting:
         vllm: further arguments of `vllm.LLM`, as `vllm_engine_kwargs` takes them.
     """
 
-    max_num_seqs: int = 64
+    max_num_seqs: int = field(default_factory=usual_sequences)
     vllm: Mapping[str, Any] = field(default_factory=dict)
 
 

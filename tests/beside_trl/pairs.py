@@ -254,7 +254,7 @@ def norm(gradients: Iterable[torch.Tensor]) -> float:
 
 
 def assert_same_gradients(ours: Played, theirs: Played, *, cancels: float = CANCELS, limit: float = 1e-5) -> None:
-    """Assert that whole gradients agree to `limit`, the gradient of each parameter to 1e-4, and losses to 1e-5.
+    """Assert that whole gradients and losses agree to `limit`, and the gradient of each parameter to 1e-4.
 
     Where most of a step's gradient cancels out, a share of the largest step's gradient is added to its size, because sums of that
     size are rounded.
@@ -268,7 +268,7 @@ def assert_same_gradients(ours: Played, theirs: Played, *, cancels: float = CANC
                 name,
                 step,
             )
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5, abs=SUMS)
+    assert ours.losses == pytest.approx(theirs.losses, rel=limit, abs=SUMS)
 
 
 def assert_same_figures(ours: Played, theirs: Played, *, but: frozenset[str], at_least: set[str]) -> None:

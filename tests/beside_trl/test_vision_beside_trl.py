@@ -14,6 +14,7 @@ from typing import Any
 import pairs
 import pytest
 import torch
+from conftest import needs_vllm
 from datasets import Dataset
 from pairs import CLIPS, assert_same_figures, assert_same_gradients, both, decided, shifted_engine
 from peft import LoraConfig
@@ -132,6 +133,8 @@ def cases() -> list[Any]:
     return [name if " with " not in name else pytest.param(name, marks=pytest.mark.long) for name in VISION_TESTS]
 
 
+@pytest.mark.vllm
+@needs_vllm
 @pytest.mark.parametrize("name", cases())
 def test_trls_vision_tests_pass_with_a_changed_import(name: str, folder: str, tmp_path: Path) -> None:
     method, fields = VISION_TESTS[name]

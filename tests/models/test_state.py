@@ -44,7 +44,7 @@ def test_vllm_caches_no_prefix_of_a_model_with_a_state(family: str, tmp_path: Pa
     """With cached prefixes vLLM asks for split prompts, which no seed of a request survives on a CPU."""
     arguments = engine_arguments(saved(family, tmp_path, **LONGER_LISTS[family]), torch.float32, 128, 4)
     assert arguments["enable_prefix_caching"] is False
-    assert arguments["enable_chunked_prefill"] is False
+    assert arguments["enable_chunked_prefill"] is torch.cuda.is_available()
 
 
 def test_vllm_caches_the_prefixes_of_all_other_models(tmp_path: Path) -> None:

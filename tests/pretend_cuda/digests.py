@@ -39,11 +39,11 @@ class Counted:
 
 @contextmanager
 def counted() -> Iterator[Counted]:
-    found, events, size, operations = Counted(), Counter(LOG.events), LOG.bytes["d2h"], LOG.kernels()
+    found, events, size, operations = Counted(), Counter(LOG.events), LOG.copied("d2h"), LOG.kernels()
     try:
         yield found
     finally:
-        found.operations, found.bytes = LOG.kernels() - operations, LOG.bytes["d2h"] - size
+        found.operations, found.bytes = LOG.kernels() - operations, LOG.copied("d2h") - size
         for (kind, _, place, _), count in (LOG.events - events).items():
             found.waits[place] += count if kind in WAITS else 0
 

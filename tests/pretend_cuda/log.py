@@ -25,7 +25,7 @@ class Log:
         mixes: calls with tensors of two devices, by (operation, devices, place). Each has raised an error, which the code
             under test may have swallowed.
         events: copies and waits, by (kind, operation, place, what `context` gave).
-        bytes: bytes that were copied, by kind of event.
+        sizes: their bytes, by the same.
         context: gives a label for each event, such as the phase of a step.
         kernels: gives the number of operations that have run on the device.
     """
@@ -33,7 +33,7 @@ class Log:
     root: str = "/src/lockstep/"
     mixes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     events: Counter[tuple[str, str, str, Any]] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
+    sizes: Counter[tuple[str, str, str, Any]] = field(default_factory=Counter)
     context: Callable[[], Any] = lambda: ""
     kernels: Callable[[], int] = lambda: 0
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -45,15 +45,21 @@ class Log:
             if kind == "mix":
                 self.mixes[operation, detail.strip(), place] += 1
             else:
-                self.events[kind, operation, place, self.context()] += 1
-                self.bytes[kind] += size
+                label = self.context()
+                self.events[kind, operation, place, label] += 1
+                self.sizes[kind, operation, place, label] += size
+
+    def copied(self, kind: str) -> int:
+        """Bytes of all events of a kind."""
+        with self._lock:
+            return sum(size for (found, *_), size in self.sizes.items() if found == kind)
 
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
             self.mixes.clear()
             self.events.clear()
-            self.bytes.clear()
+            self.sizes.clear()
 
     def _place(self) -> str:
         """File and line of the innermost frame of the code under test; for autograd's own thread, that of the main thread."""

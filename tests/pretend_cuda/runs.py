@@ -13,14 +13,13 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
 # The kinds of tiny models, made on the CPU by `save_models`.
-TEXT, EXPERTS, PICTURES, TOOLS, ROWS = "text", "experts", "pictures", "tools", "rows"
+TEXT, EXPERTS, PICTURES, TOOLS, ROWS, DEEP = "text", "experts", "pictures", "tools", "rows", "deep"
 _GROUPS = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 8}
 _ALONE = {**_GROUPS, "num_generations": 1}
 _PAIRS = {"per_device_train_batch_size": 2, "max_new_tokens": 8, "max_length": 100}
@@ -37,6 +36,7 @@ def save_models(folder: Path) -> None:
     from tiny import save_model
 
     save_model(folder / TEXT, kind="llama")
+    save_model(folder / DEEP, kind="llama", num_hidden_layers=8)
     save_family("qwen3_moe", folder / EXPERTS)
     save_seeing(folder / PICTURES)
     save_caller(folder / TOOLS)
@@ -70,7 +70,8 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
     folder.mkdir(exist_ok=True)
     save_file(weights, folder / "weights.safetensors")
     trainer.close()
-    return {"devices": sorted(devices), "logs": trainer.state.log_history}
+    tensors = sum(1 for _ in trainer.model.parameters())
+    return {"devices": sorted(devices), "logs": trainer.state.log_history, "tensors": tensors}
 
 
 def _beside_a_given_reference(folder: Path) -> Result:
@@ -207,57 +208,21 @@ def _pushed(folder: Path) -> Result:
     return {"pushes": found}
 
 
-def _waited(folder: Path) -> Result:
-    """Where the host waits while it learns from the packs of a step: before, inside and after each pack's backward; and how many
-    phases were timed by events."""
-    from unittest.mock import patch
+def _counted(folder: Path) -> Result:
+    from pretend_cuda import counts
 
-    import torch
+    return counts.both(folder)
 
-    from lockstep.report.phases import PhaseClock
-    from lockstep.training.step.update import Policy
-    from pretend_cuda import LOG, WAITS
-    from pretend_cuda.streams import Event
 
-    of_events = Event.elapsed_time
-    place, packs, timed = [""], [0], [0]
-    phase, score, backward = PhaseClock.phase, Policy.score, torch.autograd.backward
+def _sliced(folder: Path) -> Result:
+    from pretend_cuda import slices
 
-    @contextmanager
-    def watched(clock: PhaseClock, name: str) -> Iterator[None]:
-        with phase(clock, name):
-            before, place[0] = place[0], "between" if name == "forward_backward" else ""
-            try:
-                yield
-            finally:
-                place[0] = before
-
-    def scored(*arguments: Any, **named: Any) -> Any:
-        if place[0]:
-            place[0], packs[0] = "before the backward", packs[0] + 1
-        return score(*arguments, **named)
-
-    def inside(*arguments: Any, **named: Any) -> None:
-        learns = bool(place[0])
-        place[0] = "inside the backward" if learns else ""
-        backward(*arguments, **named)
-        place[0] = "after the backward" if learns else ""
-
-    def elapsed(begin: Event, end: Event) -> float:
-        timed[0] += 1
-        return of_events(begin, end)
-
-    LOG.context = lambda: place[0]
-    with (
-        patch.object(PhaseClock, "phase", watched),
-        patch.object(Event, "elapsed_time", elapsed),
-        patch.object(Policy, "score", scored),
-        patch.object(torch.autograd, "backward", inside),
-    ):
-        result = train(folder, "GRPO")
-    LOG.context = lambda: ""
-    waits = [[label, kind, where, n] for (kind, _, where, label), n in LOG.events.items() if label and kind in WAITS]
-    return {**result, "packs": packs[0], "waits": waits, "timed": timed[0]}
+    return {
+        "probe": slices.of_probe(folder),
+        "sums": slices.of_sums(),
+        "filters": slices.of_filters(),
+        "places": slices.of_places(),
+    }
 
 
 def _digested(folder: Path) -> Result:
@@ -345,13 +310,14 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "verify": _verified,
     "push": _pushed,
     "ipc": _ipc,
+    "counts": _counted,
+    "slices": _sliced,
     "digests": _digested,
-    "waits": _waited,
     "itself": _itself,
     "gpu_day": _gpu_day,
 }
 # The runs that are done on the CPU too have a loss. They are named with whether they compute in bf16.
-ONLY_HERE = ("elsewhere", "verify", "push", "ipc", "digests", "waits", "itself", "gpu_day")
+ONLY_HERE = ("elsewhere", "verify", "push", "ipc", "counts", "slices", "digests", "itself", "gpu_day")
 LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ONLY_HERE}
 
 
@@ -376,15 +342,19 @@ def run_all(folder: Path, names: list[str], log: Any = None) -> None:
         (folder / f"{name}.json").write_text(json.dumps(result, default=float), encoding="utf-8")
 
 
-def main() -> None:
+def begin() -> Any:
+    """Switch the pretend GPU on, before PyTorch is imported. Returns its log."""
     tests = Path(__file__).parents[1]
     sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync"), str(tests / "engines"), str(tests.parent)]
     os.environ["OMP_NUM_THREADS"] = "1"
     import pretend_cuda
 
     # bitsandbytes would load CUDA's own library.
-    log = pretend_cuda.activate(first=["bitsandbytes"])
-    run_all(Path(sys.argv[1]), sys.argv[2:] or list(RUNS), log)
+    return pretend_cuda.activate(first=["bitsandbytes"])
+
+
+def main() -> None:
+    run_all(Path(sys.argv[1]), sys.argv[2:] or list(RUNS), begin())
 
 
 if __name__ == "__main__":

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+_RANKS = "ranks are processes of their own, on the CPU"
 # The beginning of a test's name below tests/, and why.
 _REASONS = {
     "pretend_cuda/": "compares the device with a process that has none",
+    "beside_trl/test_trls_own_scripts.py::test_a_script_in_the_way_of_trls_gspo_example_learns_an_adapter[trl]": (
+        "on a GPU TRL's own trainer compiles Triton kernels, and none run here"
+    ),
+    "shards/": "gloo takes no tensor of a GPU; FSDP2 and ZeRO-3 are on the device in tests/pretend_cuda/test_shards.py",
     "sync/test_nccl.py": "there is no NCCL, and every process has the same GPU",
-    "server/": "a server is a process of its own, on the CPU",
-    "shards/": "ranks are processes of their own, on the CPU",
+    "training/test_two_ranks.py": _RANKS,
+    "training/test_sharded_training.py": _RANKS,
+    "images/test_pictures_on_two_ranks.py": _RANKS,
+    "integrations/test_trl_ranks.py": _RANKS,
 }
 
 

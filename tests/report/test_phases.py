@@ -85,3 +85,12 @@ def test_an_evaluation_counts_for_no_phase_and_loses_none() -> None:
         device.wait()
     taken = clock.take()
     assert (taken["optimizer"], taken["generate"]) == pytest.approx((1.0, 0.0))
+
+
+def test_a_device_that_has_failed_does_not_hide_the_error_of_its_phase() -> None:
+    marks = iter([Device().mark()])
+    clock = PhaseClock(lambda: next(marks))
+    with pytest.raises(ValueError, match="the cause"), clock.phase("verify"):
+        raise ValueError("the cause")
+    assert clock.take()["verify"] > 0
+    assert clock.progress() == ""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import VLLM
 from datasets import Dataset
 from draws import draws
@@ -17,9 +18,12 @@ from tiny import make_model, make_stateful, make_tokenizer
 from transformers import PreTrainedModel
 
 from lockstep import GRPOConfig, GRPOTrainer, InputError
+from lockstep.engines.protocol import Sampling
+from lockstep.models.policy import head_input
+from lockstep.parity.logprobs.rescoring import Precision, completion_logps
 from lockstep.training.batch.pack import pack_rows
 from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.scoring import why_plain_rows
+from lockstep.training.forward.scoring import score_pack, why_plain_rows
 from lockstep.training.trainers.setup.arguments import needs_plain_rows
 
 WINDOW = 6
@@ -42,6 +46,26 @@ def test_loss_and_gradients_equal_the_padded_reference(
     sequences = weighted(sequences, run)
     found, expected = gradients_beside_reference(model, model, sequences, run, plain_rows=True)
     assert_same_gradients(found, expected, 1e-5)
+
+
+def test_weights_in_half_precision_below_sums_in_float32_score_as_the_models_own_forward() -> None:
+    """Mamba adds its layers up in float32, and casts the sums to the dtype of the head."""
+    model, prompt, completion = make_stateful().bfloat16().eval(), (5, 6, 7), (8, 9, 10)
+    (pack,) = pack_rows([TrainingSequence("a#0", prompt, completion, (0.0,) * 3)], 100)
+    with torch.no_grad():
+        assert model.base_model(pack.input_ids).last_hidden_state.dtype == torch.float32
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1)[range(3), completion]
+        scores = score_pack(model, pack, 1.0, 64)
+    again = completion_logps(model, prompt, completion, Sampling(3), Precision(None))
+    for found in (scores.logps, again):
+        torch.testing.assert_close(found.float(), expected, rtol=0.0, atol=1e-5)
+
+
+def test_the_codes_of_a_quantised_head_are_no_dtype_for_hidden_states() -> None:
+    head, hidden = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    head.weight = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+    assert head_input(head, hidden) is hidden
 
 
 @draws(60)

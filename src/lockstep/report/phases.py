@@ -89,8 +89,11 @@ class PhaseClock:
         self.start(name)
         try:
             yield
-        finally:
-            self.stop(name)
+        except BaseException:
+            # A device that has failed takes no mark, and would hide the error.
+            self._by_host(name)
+            raise
+        self.stop(name)
 
     def start(self, name: str) -> None:
         self._open[name] = time.perf_counter()
@@ -98,11 +101,11 @@ class PhaseClock:
             self._begun[name] = self._mark()
 
     def stop(self, name: str) -> None:
-        since = self._open.pop(name)
         if self._mark is None:
-            self._recent[name] += time.perf_counter() - since
+            self._by_host(name)
             return
         self._ahead.append((name, self._begun.pop(name), self._mark()))
+        del self._open[name]
         self._settle()
 
     @contextmanager
@@ -125,6 +128,10 @@ class PhaseClock:
         recent = {**self._recent, "step": now - self._since}
         self._recent, self._since = dict.fromkeys(PHASES, 0.0), now
         return recent
+
+    def _by_host(self, name: str) -> None:
+        self._begun.pop(name, None)
+        self._recent[name] += time.perf_counter() - self._open.pop(name)
 
     def _settle(self) -> None:
         """Add the seconds of the phases whose end the device has come to."""

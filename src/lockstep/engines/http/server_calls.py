@@ -455,6 +455,6 @@ HOW_TO_START = (
     "Start it with 'lockstep serve MODEL'. Otherwise the server needs the environment variable VLLM_SERVER_DEV_MODE=1, "
     f"lockstep installed beside vLLM, and the arguments --enable-scale-out --worker-extension-cls {WORKER_EXTENSION} "
     f'--weight-transfer-config \'{{"backend": "{SERVER_BACKEND}"}}\' --logprobs-mode '
-    "processed_logprobs --no-async-scheduling --no-enable-chunked-prefill --generation-config vllm "
+    "processed_logprobs --no-enable-chunked-prefill --generation-config vllm "
     f'--structured-outputs-config \'{{"backend": "{GRAMMAR_BACKEND}"}}\''
 )

@@ -383,8 +383,8 @@ def _some_nonzero(gradient: torch.Tensor) -> torch.Tensor:
         number = next((i for i, part in enumerate(parts) if part.count_nonzero()), 0)
         return number * _SEARCHED + parts[number].abs().argmax()
     # The host does not wait to learn which part is the first one: all are searched.
-    number = torch.stack([part.count_nonzero() for part in parts]).gt(0).to(torch.uint8).argmax()
-    return number * _SEARCHED + torch.stack([part.abs().argmax() for part in parts]).take(number)
+    first = torch.stack([part.count_nonzero() for part in parts]).gt(0).to(torch.uint8).argmax()
+    return first * _SEARCHED + torch.stack([part.abs().argmax() for part in parts]).take(first)
 
 
 def _squares(gradients: Sequence[torch.Tensor | None]) -> list[float]:

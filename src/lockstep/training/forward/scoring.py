@@ -18,7 +18,7 @@ from lockstep.errors import InputError, LockstepError, foreign_errors
 from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import autocast_dtype
 from lockstep.models.logits import changes_logits, transformed_logits
-from lockstep.models.policy import fp32_head_product
+from lockstep.models.policy import fp32_head_product, head_input
 from lockstep.models.state import keeps_state
 from lockstep.to_device import sent
 from lockstep.tokens.arrays import Ids
@@ -137,10 +137,11 @@ def score_pack(
     hidden = outputs.last_hidden_state.flatten(0, 1)
     config = inner.config.get_text_config()
     head = _Head(inner.get_output_embeddings(), config, fp32_head, temperature, chunk_size, entropy_gradient, draws)
+    entering = hidden if fp32_head else head_input(head.module, hidden)
     if rules is not None and rules.sampling.is_filtered:
-        scores = head.among_kept(hidden, pack, rules)
+        scores = head.among_kept(entering, pack, rules)
     else:
-        scores = head.of_rows(hidden, pack, rules)
+        scores = head.of_rows(entering, pack, rules)
     if routing:
         scores = replace(scores, routing=routing_of(inner, outputs.router_logits, pack))
     if critic is None:
