@@ -175,6 +175,30 @@ ROWS = (
 )
 
 
+def of_other_pushes(ipc: dict[str, Any], digests: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Of pushes to servers: what, the number that is asked, and the largest that was counted.
+
+    Args:
+        ipc: the run of `ipc.py`, between two processes.
+        digests: the run of `digests.py`. Its push over NCCL has both ends in one process.
+    """
+    # A push that is repeated with all weights is two pushes for the trainer.
+    trainer = max(
+        push["trainer"]["crossed"] / push["tensors"] / (2 if push["in full"] else 1) for push in ipc["pushes"]
+    )
+    worker = max(push["worker"]["crossed"] / push["tensors"] for push in ipc["pushes"])
+    nccl = digests["pushes"]["nccl"]["pushes"]
+    return [
+        ("bytes per tensor that a push over CUDA IPC copies over the host, trainer", 32, trainer),
+        ("bytes per tensor that a push over CUDA IPC copies over the host, server", 24, worker),
+        (
+            f"bytes of {digests['size']} that a push over NCCL copies there, at both ends",
+            2500,
+            max(p["bytes"] for p in nccl),
+        ),
+    ]
+
+
 def counted(folder: Path, model: str) -> dict[str, Any]:
     """Train with GRPO on the pretend GPU, and count."""
     from unittest.mock import patch
@@ -307,12 +331,19 @@ def main() -> None:
         folder = Path(name)
         log = runs.begin()
         runs.save_models(folder)
-        runs.run_all(folder, ["counts"], log)
-        found = json.loads((folder / "counts.json").read_text(encoding="utf-8"))
-    if "error" in found:
-        sys.exit(found["error"])
+        runs.run_all(folder, ["counts", "ipc", "digests"], log)
+        found, ipc, digests = (
+            json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("counts", "ipc", "digests")
+        )
+    for each in (found, ipc, digests):
+        if "error" in each:
+            sys.exit(each["error"])
     print(table(found))
-    sys.exit(any(row.reached and row.count(*read(found))[0] > row.most for row in ROWS))
+    others = of_other_pushes(ipc, digests)
+    for what, most, number in others:
+        print(f"{most:7g} {number:9.4g}   {what}{'   OVER' if number > most else ''}")
+    over = any(row.reached and row.count(*read(found))[0] > row.most for row in ROWS)
+    sys.exit(over or any(number > most for _, most, number in others))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 Result = dict[str, Any]
 _KIND = b"\x02c"
@@ -212,21 +214,29 @@ class Engine:
 
 def pushed(folder: Path) -> Result:
     """Pushes of a model on the device to a second process over the transport that `auto` chooses, and handles that are refused."""
+    from lockstep.sync.wire import shared_memory
+    from lockstep.sync.wire.chunks import chunks
+
+    folder.mkdir()
+    stand_in(folder)
+    server = Server(folder)
+    # The model has many chunks of this size, and one tensor that is larger.
+    with patch.object(shared_memory, "chunks", partial(chunks, limit=_CHUNK)):
+        result = _pushes(server, folder)
+    result["refused"], result["fallback"] = _refused(server), _fallback(server)
+    server.kill()
+    return result
+
+
+def _pushes(server: Server, folder: Path) -> Result:
     import torch
     from tiny import make_model
 
     from lockstep.sync.push import push_weights
-    from lockstep.sync.wire import shared_memory
-    from lockstep.sync.wire.chunks import chunks
     from lockstep.sync.wire.transport import choose_transport
     from pretend_cuda import LOG
 
-    folder.mkdir()
-    stand_in(folder)
-    # The model has many chunks of this size, and one tensor that is larger.
-    shared_memory.chunks = partial(chunks, limit=_CHUNK)  # type: ignore[assignment]
-    server = Server(folder)
-    result: Result = {"pushes": [], "refused": _refused(server)}
+    result: Result = {"pushes": []}
     transport = choose_transport("auto", [server], "127.0.0.1", 0, 60.0)
     result["chosen"] = type(transport._used).__name__
     for dtype in (torch.float32, torch.bfloat16):
@@ -258,8 +268,6 @@ def pushed(folder: Path) -> Result:
                     transport.forget()
         result["pushes"][-1]["same buffer"] = transport._used._buffer.data_ptr() == buffer
     transport.close()
-    result["fallback"] = _fallback(server)
-    server.kill()
     return result
 
 
@@ -309,19 +317,16 @@ def _fallback(server: Server) -> dict[str, Any]:
     from lockstep.sync.wire.transport import choose_transport
 
     works: Callable[..., Any] = torch.UntypedStorage._share_cuda_
-    said: list[str] = []
-    module._logger.info = said.append  # type: ignore[method-assign]
 
     def chosen() -> list[str]:
-        said.clear()
-        try:
-            choose_transport("cuda_ipc", [server], "127.0.0.1", 0, 60.0)
-            named = ""
-        except InputError as error:
-            named = str(error)
-        assert not said
-        used = type(choose_transport("auto", [server], "127.0.0.1", 0, 60.0)._used).__name__
-        return [used, *said, named]
+        with patch.object(module._logger, "info") as said:
+            try:
+                choose_transport("cuda_ipc", [server], "127.0.0.1", 0, 60.0)
+                refused = ""
+            except InputError as error:
+                refused = str(error)
+            used = type(choose_transport("auto", [server], "127.0.0.1", 0, 60.0)._used).__name__
+        return [used, *(call.args[0] for call in said.call_args_list), refused]
 
     def expandable(storage: Any) -> Any:
         _, handle, *rest = works(storage)
@@ -335,14 +340,11 @@ def _fallback(server: Server) -> dict[str, Any]:
         return 0, _KIND + b"A" * 64, *rest
 
     found = {}
-    for name, share in (("expandable", expandable), ("fails", fails), ("elsewhere", elsewhere)):
-        torch.UntypedStorage._share_cuda_ = share  # type: ignore[method-assign]
-        found[name] = chosen()
-    torch.UntypedStorage._share_cuda_ = works  # type: ignore[method-assign]
-    properties = torch.cuda.get_device_properties
-    torch.cuda.get_device_properties = lambda device=None: type("Other", (), {"uuid": "GPU-1"})()  # type: ignore[assignment]
-    found["another gpu"] = chosen()
-    torch.cuda.get_device_properties = properties
+    for share in (expandable, fails, elsewhere):
+        with patch.object(torch.UntypedStorage, "_share_cuda_", share):
+            found[share.__name__] = chosen()
+    with patch.object(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(uuid="GPU-1")):
+        found["another gpu"] = chosen()
     return found
 
 
