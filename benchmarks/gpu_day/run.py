@@ -153,7 +153,7 @@ MORE = {
     "learning-8192": Part("The same with longer completions", "learning", 200, _LEARNING, 1),
     "learning-32768": Part("The same with the longest completions", "learning", 400, _LEARNING, 2),
     "push": Part(
-        "A push of weights from GPU to GPU over NCCL, and over gloo through main memory",
+        "A push of weights on one GPU over CUDA IPC, from GPU to GPU over NCCL, and through main memory",
         "push",
         200,
         ("way", "what", "devices", "MB", "seconds", "GB/s", "digests"),

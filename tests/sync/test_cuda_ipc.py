@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from test_transports import Worker
 from torch.multiprocessing import reductions
 
 from lockstep.errors import InputError
-from lockstep.sync.wire import cuda_ipc
+from lockstep.sync.wire import cuda_ipc, shared_memory
 from lockstep.sync.wire.cuda_ipc import NAME
+from lockstep.sync.wire.slots import TrainerLock, TrainerSlots, segment_bytes, worker_chunks
 from lockstep.sync.wire.transport import choose_transport
 
 FIELDS = [
@@ -55,3 +57,25 @@ def test_the_counters_are_those_of_pytorch() -> None:
 def test_a_trainer_without_a_gpu_is_refused_by_name_and_auto_does_not_ask() -> None:
     with pytest.raises(InputError, match="vllm_weight_transport=cuda_ipc, but this process has no NVIDIA GPU"):
         choose_transport(NAME, [Worker()], "127.0.0.1", 0, 20.0)
+
+
+@pytest.mark.parametrize(("offset", "refused"), [(0, False), (64, True), (256, True)])
+def test_a_tensor_of_a_push_that_ends_beyond_the_buffer_is_refused(tmp_path: Path, offset: int, refused: bool) -> None:
+    """The manifest of a push names places in the buffer whose handle came before."""
+    path, buffer = tmp_path / "segment", torch.zeros(256, dtype=torch.uint8)
+    lock = TrainerLock(shared_memory._new_file(path, segment_bytes(0, 1)))
+    memory = shared_memory._map_file(path, segment_bytes(0, 1))
+    slots = TrainerSlots(memory, 256, 1, 20.0, buffer)
+    push = slots.begin_push()
+    slots.announce_filled(0)
+    places = [[["t", "uint8", [256], slots.offset(0) + offset]]]
+    with path.open("rb") as file:
+        incoming = worker_chunks(
+            memory, file.fileno(), places, push=push, worker=0, workers=1, timeout=20.0, buffer=buffer
+        )
+        with pytest.raises(ValueError, match="t is outside the buffer of 256 bytes") if refused else nullcontext():
+            assert [(name, len(tensor)) for ((name, tensor),) in incoming] == [("t", 256)]
+    if refused:
+        with pytest.raises(RuntimeError, match="left the push"):
+            slots.check_all_loaded(1)
+    lock.close()
