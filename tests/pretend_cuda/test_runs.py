@@ -315,6 +315,8 @@ def test_filters_start_few_products(both: Both) -> None:
 def test_an_element_that_is_not_zero_is_found_where_the_cpu_finds_it(both: Both) -> None:
     found = _read(both.device, "slices")["places"]
     assert found["cuda"] == found["cpu"] == [73, 32, 0, 63, 0, 0]
+
+
 DIGEST = "engines/device_digest.py"
 
 
