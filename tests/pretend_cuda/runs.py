@@ -224,6 +224,14 @@ def _waited(folder: Path) -> Result:
     return {**result, "packs": packs[0], "waits": waits}
 
 
+def _launched(folder: Path) -> Result:
+    """The kernels of one layer, by place, for packs of a prompt with completions."""
+    from pretend_cuda.launches import of_a_layer
+
+    packs = {"8 x 480 + 256": (256, 480, 8), "64 x 60 + 200": (200, 60, 64)}
+    return {"layers": {name: of_a_layer(*sizes) for name, sizes in packs.items()}}
+
+
 def _itself(folder: Path) -> Result:
     """What the device itself promises, without Lockstep."""
     import torch
@@ -296,11 +304,12 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "verify": _verified,
     "push": _pushed,
     "waits": _waited,
+    "launches": _launched,
     "itself": _itself,
     "gpu_day": _gpu_day,
 }
 # The runs that have a loss, by whether they compute in bf16.
-NO_LOSS = ("verify", "push", "waits", "itself", "gpu_day")
+NO_LOSS = ("verify", "push", "waits", "launches", "itself", "gpu_day")
 LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in NO_LOSS}
 
 
