@@ -2615,6 +2615,13 @@ MUTATIONS = [
         "tests/training/test_tree_attention.py::test_paths_compute_what_the_dense_mask_gives",
     ),
     Mutation(
+        "a GPU computes kept ids of few tokens in each product",
+        "training/forward/filters/kept_logps.py",
+        "_TOKENS_ON_A_GPU = 512",
+        "_TOKENS_ON_A_GPU = 32",
+        "tests/training/test_kept_logps.py::test_a_gpu_computes_many_tokens_in_one_product",
+    ),
+    Mutation(
         "a GPU starts kernels block by block",
         "training/forward/attention/path_plan.py",
         "if microseconds > microseconds_of(blocks):",

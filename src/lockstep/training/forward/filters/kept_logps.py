@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import ProofError
 from lockstep.models.autocast import autocast_dtype
+from lockstep.to_device import sent
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.training.forward.draw_sums import DrawSums
@@ -25,6 +26,8 @@ from lockstep.training.forward.token_logps import Head, own_cast
 
 # Tokens whose kept ids are computed in one product. More tokens share more ids, and compute more logits that nobody needs.
 _TOKENS = 32
+# On other devices than a CPU: there a product costs little more for these logits, and a few kernels to start.
+_TOKENS_ON_A_GPU = 512
 # If a product needs more than this share of the head's rows, it takes all of them without a copy.
 _MOST = 0.5
 
@@ -71,7 +74,7 @@ class KeptSets:
                 "report this with the engine and its version; a run without top_k, top_p and min_p needs no kept ids",
             )
         arrays = kept.ids.astype(np.int64), kept.tokens, kept.sizes, places
-        ids, tokens, sizes, targets = (torch.from_numpy(values).to(device) for values in arrays)
+        ids, tokens, sizes, targets = (sent(torch.from_numpy(values), device) for values in arrays)
         return cls(ids, tokens, sizes, targets, kept)
 
     def chunks(self, size: int) -> Iterator[tuple[slice, slice]]:
@@ -179,14 +182,15 @@ class _Part:
 
 
 def _parts(kept: KeptSets, vocabulary: int) -> Iterator[_Part]:
-    for tokens, ids in kept.chunks(_TOKENS):
-        device, rows = kept.ids.device, kept.tokens[ids] - tokens.start
+    device = kept.ids.device
+    for tokens, ids in kept.chunks(_TOKENS if device.type == "cpu" else _TOKENS_ON_A_GPU):
+        rows = kept.tokens[ids] - tokens.start
         needed, columns = np.unique(kept.host.ids[ids], return_inverse=True)
         if len(needed) > _MOST * vocabulary:
             yield _Part(tokens, ids, None, rows, kept.ids[ids])
         else:
-            here = torch.from_numpy(needed.astype(np.int64)).to(device)
-            yield _Part(tokens, ids, here, rows, torch.from_numpy(columns.astype(np.int64)).to(device))
+            here, places = (sent(torch.from_numpy(part.astype(np.int64)), device) for part in (needed, columns))
+            yield _Part(tokens, ids, here, rows, places)
 
 
 class _KeptProduct(torch.autograd.Function):
