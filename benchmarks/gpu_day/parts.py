@@ -100,10 +100,12 @@ def attention(sizes: Sizes) -> Iterator[Row]:
             same = {"pack": kind, "tokens": len(ends)}
             yield {**same, "dtype": "torch.float32", "way": "SDPA, dense mask (reference)", **reference}
             for dtype in map(dtype_of, sizes.dtypes):
-                plan, mask = TreeAttention.of(ends, where, dtype), flex_attention.block_mask(ends, where)
+                plan, blocks = (TreeAttention.of(ends, where, dtype, only_blocks=only) for only in (False, True))
+                mask = flex_attention.block_mask(ends, where)
                 ways: dict[str, Callable[..., torch.Tensor]] = {
-                    # On a CPU the blocks compute in float32 (training/forward/attention/tree_attention.py).
-                    "blocks": lambda q, k, v, plan=plan: plan(*_in_computed_dtype(q, k, v), None).to(q.dtype),
+                    # On a CPU both are blocks that compute in float32 (training/forward/attention/tree_attention.py).
+                    "paths": lambda q, k, v, plan=plan: plan(*_in_computed_dtype(q, k, v), None).to(q.dtype),
+                    "blocks": lambda q, k, v, plan=blocks: plan(*_in_computed_dtype(q, k, v), None).to(q.dtype),
                     "FlexAttention": lambda q, k, v, mask=mask: flex_attention._attend(q, k, v, mask, None),
                 }
                 for way, attend in ways.items():

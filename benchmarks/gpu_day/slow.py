@@ -51,15 +51,17 @@ def sdpa(sizes: Sizes) -> Iterator[Row]:
     for count, tokens in _PACKS if full else ((2, 12),):
         draw = torch.Generator().manual_seed(count)
         packs = [_ends(count, tokens, draw) for _ in range(4)]
-        for way in ("blocks, cuDNN allowed", "blocks, without cuDNN", "FlexAttention", "plain rows, without cuDNN"):
+        ways = ("paths, without cuDNN", "blocks, cuDNN allowed", "blocks, without cuDNN", "FlexAttention")
+        for way in (*ways, "plain rows, without cuDNN"):
             row: Row = {"pack": f"{count} × about {tokens}", "way": way}
             with told(row):
                 torch.backends.cuda.enable_cudnn_sdp("allowed" in way)
                 first, again = [], []
                 for ends, lengths in packs:
                     make: Any
-                    if way.startswith("blocks"):
-                        make = lambda ends=ends: TreeAttention.of(ends, where, dtype)  # noqa: E731
+                    if way.startswith(("paths", "blocks")):
+                        only = way.startswith("blocks")
+                        make = lambda ends=ends, only=only: TreeAttention.of(ends, where, dtype, only_blocks=only)  # noqa: E731
                     elif way == "FlexAttention":
                         make = lambda ends=ends: flex_attention.block_mask(ends, where)  # noqa: E731
                     else:

@@ -231,6 +231,14 @@ def _digested(folder: Path) -> Result:
     return measured(folder)
 
 
+def _launched(folder: Path) -> Result:
+    """The kernels of one layer, by place, for packs of a prompt with completions."""
+    from pretend_cuda.launches import of_a_layer
+
+    packs = {"8 x 480 + 256": (256, 480, 8), "64 x 60 + 200": (200, 60, 64)}
+    return {"layers": {name: of_a_layer(*sizes) for name, sizes in packs.items()}}
+
+
 def _itself(folder: Path) -> Result:
     """What the device itself promises, without Lockstep."""
     import torch
@@ -313,11 +321,12 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "counts": _counted,
     "slices": _sliced,
     "digests": _digested,
+    "launches": _launched,
     "itself": _itself,
     "gpu_day": _gpu_day,
 }
 # The runs that are done on the CPU too have a loss. They are named with whether they compute in bf16.
-ONLY_HERE = ("elsewhere", "verify", "push", "ipc", "counts", "slices", "digests", "itself", "gpu_day")
+ONLY_HERE = ("elsewhere", "verify", "push", "ipc", "counts", "slices", "digests", "launches", "itself", "gpu_day")
 LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ONLY_HERE}
 
 

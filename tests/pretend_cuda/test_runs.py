@@ -379,6 +379,13 @@ def test_seconds_of_phases_are_read_from_events(both: Both) -> None:
         assert 0 < sum(phases) <= log["time/step"]
 
 
+@pytest.mark.parametrize(("pack", "most"), [("8 x 480 + 256", 160), ("64 x 60 + 200", 180)])
+def test_a_layer_of_a_pack_has_few_kernels_to_start(both: Both, pack: str, most: int) -> None:
+    """Blocks have 279 and 509. A layer of plain rows has 140, and computes the prompt once for each completion."""
+    found = _read(both.device, "launches")["layers"][pack]
+    assert 100 < sum(found.values()) <= most, "\n".join(f"{number:4} {place}" for place, number in found.items())
+
+
 def test_the_device_refuses_what_cuda_refuses_and_counts_what_waits(both: Both) -> None:
     found = _read(both.device, "itself")
     assert [name for name, holds in found["holds"].items() if not holds] == []

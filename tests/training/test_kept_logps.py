@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -36,6 +37,12 @@ def made_sets(sizes: list[int], vocabulary: int = VOCABULARY, seed: int = 0) -> 
     parts = [np.sort(rng.choice(vocabulary, size, replace=False)) for size in sizes]
     kept = KeptIds(np.concatenate(parts), np.cumsum(sizes))
     return KeptSets.of(kept, np.array([rng.choice(part) for part in parts]), torch.device("cpu"))
+
+
+def test_a_gpu_computes_many_tokens_in_one_product() -> None:
+    kept = made_sets([3] * 1024)
+    there = replace(kept, ids=kept.ids.to("meta"))
+    assert [len(list(module._parts(sets, VOCABULARY))) for sets in (kept, there)] == [32, 2]
 
 
 @draws(40)

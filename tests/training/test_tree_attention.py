@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 from blocks import Layer, dense, small_blocks, tree_ends
 from draws import draws
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from largest import Largest
 from tiny import make_model
@@ -21,7 +23,7 @@ from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.batch.tree import Ints
 from lockstep.training.forward import scoring
-from lockstep.training.forward.attention import block_attention
+from lockstep.training.forward.attention import block_attention, path_plan
 from lockstep.training.forward.attention.attention_plan import (
     CHAIN_ROWS,
     AttentionPlan,
@@ -32,6 +34,8 @@ from lockstep.training.forward.attention.attention_plan import (
     window_ends,
 )
 from lockstep.training.forward.attention.block_attention import TreeAttention
+from lockstep.training.forward.attention.path_attention import PathAttention
+from lockstep.training.forward.attention.path_plan import PathCall, microseconds_of, plan_paths
 from lockstep.training.forward.attention.tree_attention import (
     TREE,
     adopt_tree_attention,
@@ -77,20 +81,97 @@ def test_values_and_gradients_are_those_of_the_dense_mask(ends: torch.Tensor) ->
 
 
 @draws(60)
-@given(ends=tree_ends())
-def test_what_other_devices_compute_is_the_same(ends: torch.Tensor) -> None:
+@given(ends=tree_ends(), whole=st.booleans())
+def test_what_other_devices_compute_is_the_same(ends: torch.Tensor, whole: bool) -> None:
     """Their way through public functions, here on a CPU."""
     parts = drawn(len(ends))
     expected = with_gradients(lambda *p: tree_attention_forward(*p, dense(ends), scaling=0.3), *parts)
     plan = plan_attention(ends.numpy(), 6)
-    masks = [None if block.chain else block_attention._mask(ends.numpy(), block) for block in plan.blocks]
-    tree = TreeAttention(plan, tuple(masks))
+    tree = TreeAttention(plan, tuple(block_attention._masks(plan, ends.numpy(), torch.float64, whole=whole)))
 
     def attend(layer: Layer, *own: torch.Tensor) -> tuple[torch.Tensor, None]:
         return block_attention._Recomputed.apply(*own, tree, 0.3, None).transpose(1, 2), None
 
     for one, other in zip(with_gradients(attend, *parts), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def by_paths(ends: torch.Tensor) -> Any:
+    plan = plan_paths(ends.numpy(), plan_attention(ends.numpy(), 6))
+    assert plan is not None
+    paths = PathAttention.of(plan, len(ends), CPU)
+    return lambda layer, *own: (paths(*own, 0.3).transpose(1, 2), None)
+
+
+@contextmanager
+def paths_of(launch: float, room: int = 4) -> Iterator[None]:
+    """A kernel's start takes `launch` microseconds where paths are computed, and very long where blocks are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(path_plan, "_OF_CALL", launch / path_plan.LAUNCH)
+        patch.setattr(path_plan, "_OF_BLOCK", 1e6)
+        patch.setattr(path_plan, "_OF_MASKED", 1e6)
+        patch.setattr(path_plan, "_MOST_COLUMNS", room)
+        patch.setattr(path_plan, "_USUAL", 1)
+        yield
+
+
+@draws(90)
+@given(
+    ends=tree_ends(),
+    launch=st.sampled_from([0.0, 0.3, 1e3]),
+    room=st.sampled_from([1, 4, 100]),
+    width=st.sampled_from([8, 5]),
+)
+def test_paths_compute_what_the_dense_mask_gives(ends: torch.Tensor, launch: float, room: int, width: int) -> None:
+    """However they are parted into calls, and with values of another width than keys; here on a CPU."""
+    assume(int((ends == torch.arange(1, len(ends) + 1)).sum()) > 1)
+    query, key, value, of = drawn(len(ends))
+    parts = query, key, value[..., :width], of[..., :width]
+    expected = with_gradients(lambda *p: tree_attention_forward(*p, dense(ends), scaling=0.3), *parts)
+    with paths_of(launch, room):
+        found = with_gradients(by_paths(ends), *parts)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def gpu_plans(ends: torch.Tensor) -> tuple[AttentionPlan, tuple[PathCall, ...] | None]:
+    """The two plans of a GPU: by blocks, and by paths if these are cheaper."""
+    blocks = plan_attention(ends.numpy(), block_attention._rows(len(ends), GPU))
+    return blocks, plan_paths(ends.numpy(), blocks)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count", "length", "calls", "share"),
+    [
+        (256, 2, 1899, 1, 1.0),
+        (512, 4, 895, 1, 0.9),
+        (256, 8, 479, 1, 0.6),
+        (200, 64, 59, 2, 0.2),
+        (512, 64, 59, 3, 0.3),
+    ],
+)
+def test_a_gpu_computes_usual_packs_in_few_calls_that_take_less_time_by_arithmetic(
+    prompt: int, count: int, length: int, calls: int, share: float
+) -> None:
+    blocks, paths = gpu_plans(chains(prompt, count, length))
+    assert paths is not None
+    assert len(paths) == calls
+    assert microseconds_of(paths) < share * microseconds_of(blocks)
+
+
+@pytest.mark.parametrize(("prompt", "count", "length"), [(4000, 0, 0), (2048, 1024, 1)])
+def test_a_gpu_computes_blocks_where_paths_would_not_take_less_time(prompt: int, count: int, length: int) -> None:
+    assert gpu_plans(chains(prompt, count, length))[1] is None
+
+
+@pytest.mark.parametrize(("prompt", "count", "length"), [(200, 64, 59), (1024, 8, 3900), (16, 4080, 1)])
+def test_a_call_of_paths_grows_with_the_pack(prompt: int, count: int, length: int) -> None:
+    """All paths together have up to 17 times as many columns as the pack has positions."""
+    ends = chains(prompt, count, length)
+    paths = gpu_plans(ends)[1]
+    assert paths is not None
+    assert all(call.columns.size <= 4 * max(len(ends), 4096) for call in paths)
+    assert sum(int(call.used.sum()) for call in paths) == len(ends)
 
 
 @pytest.mark.parametrize(("dtype", "shared"), [(torch.float32, False), (torch.bfloat16, True)])
@@ -238,7 +319,9 @@ def test_chains_are_cut_where_a_cpu_computes_in_half_precision(
     adopt_tree_attention(model)
     (pack,) = pack_sequences([TrainingSequence("a", (5, *range(4, 104)), tuple(range(4, 204)), (0.0,) * 200)], 10**6)
     made, plan = [], scoring.TreeAttention.of
-    monkeypatch.setattr(scoring.TreeAttention, "of", lambda *given: made.append(plan(*given)) or made[-1])
+    monkeypatch.setattr(
+        scoring.TreeAttention, "of", lambda *given, **named: made.append(plan(*given, **named)) or made[-1]
+    )
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
         score_pack(model, pack, 1.0, 64)
     assert [len(tree.plan.blocks) for tree in made] == [blocks]

@@ -280,7 +280,8 @@ def _who_sees_whom(model: PreTrainedModel, pack: Pack) -> dict[str, Any]:
     if kind == FLEX:
         tree: Any = block_mask(pack.ends, device)
     else:
-        tree = TreeAttention.of(pack.ends, device, model.dtype, _half(model, device))
+        capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+        tree = TreeAttention.of(pack.ends, device, model.dtype, _half(model, device), only_blocks=capped)
     return {"attention_mask": no_mask(device), "position_ids": pack.position_ids, "tree": tree}
 
 

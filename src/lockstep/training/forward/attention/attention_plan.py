@@ -151,7 +151,7 @@ def positions(runs: tuple[Run, ...]) -> Ints:
 
 
 def _blocks(ends: Ints, rows: int) -> Iterator[Block]:
-    chains = list(_chains(ends))
+    chains = list(chains_of(ends))
     first = 0
     while first < len(chains):
         start, stop, ancestors = chains[first]
@@ -166,8 +166,8 @@ def _blocks(ends: Ints, rows: int) -> Iterator[Block]:
         first = last
 
 
-def _chains(ends: Ints) -> Iterator[tuple[int, int, tuple[Run, ...]]]:
-    """Start and stop of each chain, and the ancestors of its first node. A chain is as long as possible."""
+def chains_of(ends: Ints) -> Iterator[tuple[int, int, tuple[Run, ...]]]:
+    """Start and stop of each chain, and the ancestors of its first node. A chain is as long as possible: it ends in a leaf."""
     size = len(ends)
     # A node after a leaf begins a chain: its parent is not the node before it.
     starts = [0, *(np.flatnonzero(ends[:-1] == np.arange(1, size)) + 1).tolist()] if size else []

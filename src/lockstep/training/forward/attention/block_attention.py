@@ -6,8 +6,9 @@ Queries, keys, values and the result are kept for the backward. No keys are kept
 On a CPU the attention of a row has two parts: the columns that its block shares, and the block itself. PyTorch's flash kernel
 computes each part separately. Let oₚ be the result of a part and lₚ the logarithm of its softmax's denominator. The whole is
 l = log(Σ exp lₚ), o = Σ exp(lₚ − l) · oₚ. If the kernel's backward of a part gets the o and l of the whole, it returns that
-part of the gradient. A run in bf16 has a backward of its own (`half_backward.py`). On other devices PyTorch's public function
-computes each block with all of its columns. The backward computes the block again.
+part of the gradient. A run in bf16 has a backward of its own (`half_backward.py`). On other devices a tree is computed by paths
+(`path_attention.py`), or PyTorch's public function computes each block with all of its columns, and the backward computes the block
+again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
 from lockstep.to_device import sent
 from lockstep.training.batch.tree import Ints
@@ -35,14 +35,18 @@ from lockstep.training.forward.attention.attention_plan import (
     window_ends,
 )
 from lockstep.training.forward.attention.capped_attention import capped_attention
+from lockstep.training.forward.attention.causal_attention import causal_attention, with_all_heads
 from lockstep.training.forward.attention.columns import add_to_columns, columns_of
 from lockstep.training.forward.attention.half_backward import half_backward
+from lockstep.training.forward.attention.path_attention import PathAttention
+from lockstep.training.forward.attention.path_plan import plan_paths
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 # On devices other than a CPU, blocks are larger: about this many blocks (each costs a kernel start), of at most this many rows.
 _MOST_BLOCKS, _MOST_ROWS = 16, 1024
-_HALF = (torch.float16, torch.bfloat16)
+# There masks are made once per pack with all of their columns, if they have at most this many numbers together (32 MiB in bf16).
+_MOST_PAIRS = 1 << 24
 # A custom operation of PyTorch cannot take a `TreeAttention` as an argument. It takes its number.
 _TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()
 
@@ -54,20 +58,29 @@ class TreeAttention:
     Attributes:
         plan: the pieces.
         masks: one mask per block; None for a chain. Its shape is (1, 1, rows, columns): first the columns that only some rows
-            see, then those of the block itself. It is bool, or on a CPU a float mask that is added to the scores.
+            see, then those of the block itself. It is added to the scores. On other devices it may begin with the columns that all
+            rows see.
         fast: whether a CPU's backward multiplies in bf16 (`half_backward.py`).
+        paths: the same attention by paths, which is computed in place of the pieces; None: the pieces are computed.
     """
 
     plan: AttentionPlan
     masks: tuple[torch.Tensor | None, ...]
     fast: bool = False
+    paths: PathAttention | None = None
 
     def __post_init__(self) -> None:
         _TREES[id(self)] = self
 
     @classmethod
     def of(
-        cls, ends: torch.Tensor, device: torch.device, dtype: torch.dtype, half: torch.dtype | None = None
+        cls,
+        ends: torch.Tensor,
+        device: torch.device,
+        dtype: torch.dtype,
+        half: torch.dtype | None = None,
+        *,
+        only_blocks: bool = False,
     ) -> TreeAttention:
         """Plan attention over a pack.
 
@@ -78,11 +91,16 @@ class TreeAttention:
             half: the half precision in which the run multiplies; None: it multiplies in `dtype`. On a CPU, chains are then cut. (In
                 float32 the rounding of the parts would make gradients less exact by a half.) If the CPU multiplies fast in
                 bf16, the backward does so too.
+            only_blocks: not by paths. Capped scores need it: all scores of a piece are in memory, and blocks are small.
         """
         known = ends.numpy()
         cut = half is not None and device.type == "cpu"
         plan = plan_attention(known, _rows(len(known), device), CHAIN_ROWS if cut else None)
-        return cls._planned(plan, known, device, dtype, fast=cut and half is torch.bfloat16 and has_fast_bf16())
+        paths = None if device.type == "cpu" or only_blocks else plan_paths(known, plan)
+        if paths is not None:
+            return cls(plan, (), paths=PathAttention.of(paths, len(known), device))
+        multiplied = dtype if device.type == "cpu" else half or dtype
+        return cls._planned(plan, known, device, multiplied, fast=cut and half is torch.bfloat16 and has_fast_bf16())
 
     @classmethod
     def within(cls, window: int, size: int, device: torch.device, dtype: torch.dtype) -> TreeAttention:
@@ -94,15 +112,12 @@ class TreeAttention:
     def _planned(
         cls, plan: AttentionPlan, ends: Ints, device: torch.device, dtype: torch.dtype, fast: bool = False
     ) -> TreeAttention:
-        masks: list[torch.Tensor | None] = []
-        for block in plan.blocks:
-            mask = None if block.chain else _mask(ends, block)
-            if mask is not None and device.type == "cpu":
-                # PyTorch would convert a boolean mask to a float mask in every layer.
-                added = torch.zeros(mask.shape, dtype=torch.promote_types(dtype, torch.float32))
-                mask = added.masked_fill_(~mask, -torch.inf)
-            masks.append(mask if mask is None else sent(mask, device))
-        return cls(plan, tuple(masks), fast)
+        if device.type == "cpu":
+            # PyTorch would convert a boolean mask to a float mask in every layer.
+            return cls(plan, tuple(_masks(plan, ends, torch.promote_types(dtype, torch.float32))), fast)
+        pairs = sum((b.stop - b.start) * _width(_all_columns(b)) for b in plan.blocks if not b.chain)
+        masks = _masks(plan, ends, dtype, whole=pairs <= _MOST_PAIRS)
+        return cls(plan, tuple(mask if mask is None else _aligned(mask, device) for mask in masks), fast)
 
     def __call__(
         self,
@@ -122,6 +137,8 @@ class TreeAttention:
             (B, heads, T, width of the values).
         """
         scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if self.paths is not None:
+            return self.paths(query, key, value, scale)
         if query.device.type != "cpu" or cap is not None:
             return _Recomputed.apply(query, key, value, self, scale, cap)
         # The kernel needs equal widths. Zeros at the end do not change the products.
@@ -274,28 +291,40 @@ def _block(
     """Attention of a block's rows to its columns."""
     query, key, value = parts
     if cap is not None:
-        return capped_attention(query, key, value, None if mask is None else _hiding(mask, key), scale, cap)
-    groups = query.shape[1] // key.shape[1]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    if mask is None and not block.above and (groups == 1 or query.dtype in _HALF):
-        return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
-    # No fast kernel supports both fewer key heads and a mask, or fewer key heads in float32. Others make all scores: T × T numbers.
-    key, value = (part.repeat_interleave(groups, 1) if groups > 1 else part for part in (key, value))
-    rows, columns = query.shape[2], key.shape[2]
-    if mask is None and not block.above:
-        return attend(query, key, value, is_causal=True, scale=scale)
+        seen = None if mask is None else _added(mask, query, key) == 0
+        return capped_attention(query, key, value, seen, scale, cap)
     if mask is None:
-        # Causal attention in which the last row sees all columns. GPU kernels have this option.
-        return attend(query, key, value, attn_mask=causal_lower_right(rows, columns), scale=scale)
-    return attend(query, key, value, attn_mask=_hiding(mask, key), scale=scale)
+        return causal_attention(query, key, value, scale)
+    # No fast kernel takes both fewer key heads and a mask.
+    key, value = with_all_heads(query, key, value)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, attn_mask=_added(mask, query, key), scale=scale)
 
 
-def _hiding(mask: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A block's mask as bool, with the columns before those of `mask`, which all rows see."""
-    seen = mask if mask.dtype == torch.bool else mask == 0
-    return torch.cat([seen.new_ones(1, 1, seen.shape[2], key.shape[2] - seen.shape[-1]), seen], -1)
+def _added(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """A block's mask in the dtype of the queries, with the columns before those of `mask`, which all rows see."""
+    mask, missing = mask.to(query.dtype), key.shape[2] - mask.shape[-1]
+    return torch.nn.functional.pad(mask, (missing, 0)) if missing else mask
 
 
-def _mask(ends: Ints, block: Block) -> torch.Tensor:
-    columns = positions(block.columns)
-    return torch.from_numpy(visible(ends, (block.start, block.stop), columns))[None, None]
+def _masks(plan: AttentionPlan, ends: Ints, dtype: torch.dtype, *, whole: bool = False) -> list[torch.Tensor | None]:
+    """The masks of `TreeAttention`; with the columns that all rows see, if they are to be `whole`."""
+    masks: list[torch.Tensor | None] = []
+    for block in plan.blocks:
+        if block.chain:
+            masks.append(None)
+            continue
+        columns = positions(_all_columns(block) if whole else block.columns)
+        seen = torch.from_numpy(visible(ends, (block.start, block.stop), columns))[None, None]
+        masks.append(torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf))
+    return masks
+
+
+def _aligned(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The mask on a device. Its rows begin at multiples of eight numbers; otherwise PyTorch would copy it in every layer."""
+    width = mask.shape[-1]
+    return sent(torch.nn.functional.pad(mask, (0, -width % 8)), device)[..., :width]
+
+
+def _width(runs: tuple[Run, ...]) -> int:
+    return sum(b - a for a, b in runs)

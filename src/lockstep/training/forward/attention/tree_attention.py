@@ -116,13 +116,14 @@ def attend_without_tree(
     if not window:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     check_nothing_added(module, attention_mask, kwargs)
-    plan = _window(window, query.shape[2], query.device, value.dtype, query.dtype)
-    return _attend(plan, query, key, value, scale, cap), None
+    kind = query.device.type
+    dtype = torch.promote_types(value.dtype, query.dtype) if kind == "cpu" else autocast_dtype(kind, value.dtype)
+    return _attend(_window(window, query.shape[2], query.device, dtype), query, key, value, scale, cap), None
 
 
 @lru_cache(maxsize=4)
-def _window(window: int, size: int, device: torch.device, *dtypes: torch.dtype) -> TreeAttention:
-    return TreeAttention.within(window, size, device, torch.promote_types(*dtypes))
+def _window(window: int, size: int, device: torch.device, dtype: torch.dtype) -> TreeAttention:
+    return TreeAttention.within(window, size, device, dtype)
 
 
 def _attend(
