@@ -379,7 +379,7 @@ def test_seconds_of_phases_are_read_from_events(both: Both) -> None:
         assert 0 < sum(phases) <= log["time/step"]
 
 
-@pytest.mark.parametrize(("pack", "most"), [("8 x 480 + 256", 160), ("64 x 60 + 200", 180)])
+@pytest.mark.parametrize(("pack", "most"), counts.KERNELS.items())
 def test_a_layer_of_a_pack_has_few_kernels_to_start(both: Both, pack: str, most: int) -> None:
     """Blocks have 279 and 509. A layer of plain rows has 140, and computes the prompt once for each completion."""
     found = _read(both.device, "launches")["layers"][pack]
