@@ -1049,7 +1049,7 @@ MUTATIONS = [
         "mean=limit.mean + 9 * error.mean_abs",
     ),
     _of(QUANTISED, "a k3 of any size", "k3=limit.k3 + _ROOM**2 * error.k3", "k3=limit.k3 + 99 * error.k3"),
-    _of(LIVE, "old weights in the source of a push", "if own != spec]", "if False]"),
+    _of(LIVE, "old weights in the source of a push", "if spec != other]", "if False]"),
     _of(LIVE, "a wrong merge", "if not difference <= allowed:", "if False:"),
     _of(LIVE, "a wrong merge of an adapter that adds little", "torch.float32: 5e-6", "torch.float32: 1e-3"),
     _of(LIVE, "a right merge with rounding", "_tolerance(base.weight) * float", "0.0 * float"),
