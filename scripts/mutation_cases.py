@@ -100,6 +100,8 @@ DIRECTORY = ("training/generate/engine.py", "tests/training/test_engine_choice.p
 MEMORY = ("training/memory.py", "tests/training/test_memory.py")
 SHARED_MEMORY = ("models/shared_memory.py", "tests/models/test_adapted_models.py")
 POSITIONS = ("training/generate/engine.py", "tests/training/test_family_attention.py")
+DIGESTS = "tests/engines/test_device_digest.py"
+KEYED = "tests/sync/test_keyed_pushes.py"
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
 STORED = ("sync/vllm/stored.py", "tests/sync/test_push.py")
 LIVE = ("sync/live.py", "tests/sync/test_live.py")
@@ -4319,5 +4321,54 @@ MUTATIONS = [
         "if not whole_prompts:",
         "if max_model_len:",
         "tests/server/test_keys_guard_and_command.py::TestCommand",
+    ),
+    Mutation(
+        "keyed digest: the last chunk of a tensor counts",
+        "engines/device_digest.py",
+        "for part in words.split(_CHUNK)]",
+        "for part in words.split(_CHUNK)[:1]]",
+        f"{DIGESTS}::test_chunks_and_levels_give_the_digest_of_the_definition",
+    ),
+    Mutation(
+        "keyed digest: each level has multipliers of its own",
+        "engines/device_digest.py",
+        "_row_sums(part, level)",
+        "_row_sums(part, multipliers[0])",
+        f"{DIGESTS}::test_chunks_and_levels_give_the_digest_of_the_definition",
+    ),
+    Mutation(
+        "keyed digest: name, dtype and shape count",
+        "engines/device_digest.py",
+        "json.dumps([name, str(tensor.dtype), list(tensor.shape)])",
+        "json.dumps([])",
+        f"{DIGESTS}::test_exchanged_tensors_rows_and_shards_and_other_outlines_are_seen",
+    ),
+    Mutation(
+        "keyed digest: a key that repeats is refused",
+        "engines/device_digest.py",
+        "    if key in _drawn:",
+        "    if False:",
+        f"{KEYED}::test_every_push_has_a_key_of_its_own_and_a_key_that_repeats_is_refused",
+    ),
+    Mutation(
+        "keyed digest: every push draws a key",
+        "engines/device_digest.py",
+        "key = secrets.randbits(KEY_BITS)",
+        "key = len(_drawn)",
+        f"{KEYED}::test_every_push_has_a_key_of_its_own_and_a_key_that_repeats_is_refused",
+    ),
+    Mutation(
+        "keyed digest: what a push leaves out is compared under the key of the push that sent it",
+        "engines/tensor_specs.py",
+        "key_of(like[name].digest) for",
+        "push.key for",
+        f"{KEYED}::test_pushes_of_what_changed_send_it_and_nothing_else",
+    ),
+    Mutation(
+        "keyed digest: the same memory under another name is digested again",
+        "engines/tensor_specs.py",
+        'names = ["" if key is None else name for',
+        'names = ["" for',
+        f"{KEYED}::test_memory_that_was_written_to_is_digested_again_within_a_push",
     ),
 ]

@@ -377,7 +377,7 @@ print("FOUND", broken._train(Path({folder!r}), "GRPO", {{**broken._GROUPS, "max_
 
 def order(sizes: Sizes) -> Iterator[Row]:
     """Digests of tensors that another stream has just written, against digests after a wait."""
-    from lockstep.engines.tensor_specs import tensor_digest, tensor_specs
+    from lockstep.engines.tensor_specs import begin_specs, one_push, tensor_digest, tensor_specs
 
     if device().type != "cuda":
         yield {"what": "digests after a side stream", "is": "needs streams of a GPU"}
@@ -387,14 +387,16 @@ def order(sizes: Sizes) -> Iterator[Row]:
     blank = torch.ones(side, side, device="cuda")
     for number in range(tries):
         torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
+        with one_push(number), torch.cuda.stream(stream):
             part = torch.zeros(1 << 20, device="cuda")
             for _ in range(30):
                 blank = (blank @ blank).clamp(-1, 1)
             part.add_(number + 1.0)
-            (spec,) = tensor_specs([("part", part)])
+            begun, host = begin_specs([("part", part)]), tensor_digest(part)
+        # The digest is asked for on another stream than that on which it was begun.
+        found = begun()
         torch.cuda.synchronize()
-        wrong += spec.digest != tensor_digest(part)
+        wrong += found != tensor_specs([("part", part)], {"part": found[0]}) or host != tensor_digest(part)
     yield {"what": "digests after a side stream", "is": f"{wrong} of {tries} wrong", "passed": not wrong}
 
 

@@ -172,6 +172,7 @@ def _flex_memory(heads: int, keys: int, width: int, dtype: torch.dtype, where: t
 
 def digests(sizes: Sizes) -> Iterator[Row]:
     """GB/s of ways to digest weights that lie on the device."""
+    from lockstep.engines.device_digest import device_digests, digest_texts
     from lockstep.engines.tensor_specs import tensor_digest, tensor_specs
 
     where, full = device(), sizes.repeats > 1
@@ -187,12 +188,12 @@ def digests(sizes: Sizes) -> Iterator[Row]:
             xxhash.xxh3_128_hexdigest(pinned.numpy().data)
 
     ways: dict[str, Callable[[], Any]] = {
-        "tensor_specs (two threads, pageable)": lambda: tensor_specs(named),
+        "tensor_specs, in main memory": lambda: tensor_specs(named),
         "tensor_digest, one thread": lambda: [tensor_digest(tensor) for _, tensor in named],
         "pageable copy alone": lambda: [tensor.cpu() for _, tensor in named],
         "pinned copy alone": lambda: [pinned.copy_(t.flatten().view(torch.uint8)) for _, t in named],
         "pinned copy and xxh3, one thread": by_pinned,
-        "polynomial on the device, int64": lambda: torch.stack([_polynomial(t) for _, t in named]).tolist(),
+        "keyed digest on the device": lambda: digest_texts(device_digests(named, 7)),
     }
     for way, work in ways.items():
         row: Row = {"way": way, "MB": size / 1e6}
@@ -201,14 +202,6 @@ def digests(sizes: Sizes) -> Iterator[Row]:
             seconds = statistics.median(seconds_of(work) for _ in range(3))
             row |= {"seconds": seconds, "GB/s": size / seconds / 1e9}
         yield row
-
-
-def _polynomial(tensor: torch.Tensor) -> torch.Tensor:
-    """A prototype of a digest on the device: two sums of 64-bit words with odd multipliers, modulo 2^64."""
-    words = tensor.flatten().view(torch.int64)
-    places = torch.arange(len(words), device=words.device)
-    mixed = (words ^ (words >> 31)) * (places * -7046029254386353131 + 1442695040888963407 | 1)
-    return torch.stack([mixed.sum(), (mixed ^ (mixed >> 29)).sum()])
 
 
 # ---- a step --------------------------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ SILENT = {
         engines/vllm/workers/leftovers.py::remove_dead files.py::temporary_folder files.py::_remove_dead""",
     "the engine's answer is not awaited: the next question looks for it": "server/guard.py::KeyGuard._say_health",
     "it is the work of this process": """
-        engines/inbox.py::answer_all engines/tensor_specs.py::begin_specs engines/vllm/workers/own.py::OwnWorker.__init__
+        engines/inbox.py::answer_all engines/vllm/workers/own.py::OwnWorker.__init__
         engines/vllm/workers/own.py::OwnWorker.load engines/vllm/workers/own.py::OwnWorker.keep_adapter
         engines/vllm/workers/processes.py::WorkerProcesses.__init__ verify/faults/seams.py::vllm_worker""",
     "it ends a failed push in a thread of its own, or drops requests": """

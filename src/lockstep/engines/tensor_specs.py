@@ -22,12 +22,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 import xxhash
 
 from lockstep.engines.device_digest import KEY_BITS, device_digests, digest_texts
 from lockstep.engines.protocol import TensorSpec
+from lockstep.models.cuda import Written, read_after, written_so_far
 
 # Two threads, because xxhash releases the interpreter lock while it reads.
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
@@ -64,7 +66,7 @@ class _OnDevices:
     """Digests that devices compute. The first that is asked for brings all of them to the host, in one copy per device."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[torch.Tensor, list[int]]] = []
+        self._waiting: list[tuple[torch.Tensor, list[int], Written]] = []
         self._texts: dict[int, str] = {}
         self._count = 0
 
@@ -72,14 +74,18 @@ class _OnDevices:
         """Begin the digests of tensors on one device."""
         numbers = list(range(self._count, self._count + len(named)))
         self._count += len(named)
-        self._waiting.append((device_digests(named, key), numbers))
+        digests = device_digests(named, key)
+        # Another stream may be the current one when the digests are asked for.
+        self._waiting.append((digests, numbers, written_so_far([digests])))
         return [lambda number=number: f"{self._text(number)}-{key:0{KEY_BITS // 4}x}" for number in numbers]  # type: ignore[misc]
 
     def _text(self, number: int) -> str:
         if number not in self._texts:
             waiting, self._waiting = self._waiting, []
-            for device in {digests.device for digests, _ in waiting}:
-                own = [(digests, numbers) for digests, numbers in waiting if digests.device == device]
+            for device in {digests.device for digests, _, _ in waiting}:
+                own = [
+                    (read_after(w, torch.Tensor.detach, d), numbers) for d, numbers, w in waiting if d.device == device
+                ]
                 texts = digest_texts(torch.cat([digests for digests, _ in own]))
                 self._texts |= dict(zip([n for _, numbers in own for n in numbers], texts, strict=True))
         return self._texts[number]
@@ -162,28 +168,22 @@ def begin_specs(
     memory = [t for _, t in named] if copied is None else copied
     names = ["" if key is None else name for key, (name, _) in zip(keys, named, strict=True)]
     identities = list(zip(keys, names, map(_identity, memory), strict=True))
-    on_devices: dict[tuple[int, torch.device], list[int]] = {}
-    for i, (identity, key, (_, tensor)) in enumerate(zip(identities, keys, named, strict=True)):
+    on_devices: dict[tuple[int, torch.device], dict[object, Named]] = {}
+    for identity, key, (name, tensor) in zip(identities, keys, named, strict=True):
         if identity in known:
             continue
         if key is not None:
-            on_devices.setdefault((key, tensor.device), []).append(i)
-            known[identity] = _not_begun
+            on_devices.setdefault((key, tensor.device), {})[identity] = name, tensor
         elif tensor.device.type == "cpu":
             known[identity] = _POOL.submit(tensor_digest, tensor).result
         else:
             # At once, in the order of this thread's stream. Another thread has another stream.
-            known[identity] = (lambda text: lambda: text)(tensor_digest(tensor))
-    for (key, _), places in on_devices.items():
-        for i, digest in zip(places, push.devices.begin([named[i] for i in places], key), strict=True):
-            known[identities[i]] = digest
+            known[identity] = partial(str, tensor_digest(tensor))
+    for (key, _), own in on_devices.items():
+        known |= zip(own, push.devices.begin(list(own.values()), key), strict=True)
     outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
     digests = [known[identity] for identity in identities]
     return Begun(outlines, digests, [digest for digest, key in zip(digests, keys, strict=True) if key is None])
-
-
-def _not_begun() -> str:
-    raise AssertionError("a digest that was not begun")
 
 
 def described(

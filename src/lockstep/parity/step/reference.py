@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.engines.device_digest import key_for
 from lockstep.engines.protocol import Completion
-from lockstep.engines.tensor_specs import tensor_digest
+from lockstep.engines.tensor_specs import one_push, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.rescoring import Precision, sampled_logps
@@ -79,7 +80,8 @@ class FrozenWeights:
                 "the reference model and the policy are one model, so that the KL divergence is 0 whatever is learned",
                 "give ref_model as a model of its own, or leave it out",
             )
-        self._digests = {name: tensor_digest(t) for name, t in tensors.items()}
+        self._key = key_for(tensors.values())
+        self._digests = self._digested(tensors)
         self._filled = {name: t for name, t in tensors.items() if t.numel()}
         self._drawn = Drawn.of(list(self._filled.values()), (seed, 0))
         self._values = self._drawn.read(list(self._filled.values()))
@@ -112,13 +114,13 @@ class FrozenWeights:
         Raises:
             ProofError: one of them has changed.
         """
-        left, changed = _BYTES, []
+        left, drawn = _BYTES, {}
         for name in np.random.default_rng((self._seed, version)).permutation(sorted(self._tensors)).tolist():
             if left <= 0:
                 break
             left -= self._tensors[name].nbytes
-            if tensor_digest(self._tensors[name]) != self._digests[name]:
-                changed.append(name)
+            drawn[name] = self._tensors[name]
+        changed = [name for name, digest in self._digested(drawn).items() if digest != self._digests[name]]
         if changed:
             raise ProofError(
                 "reference",
@@ -126,3 +128,7 @@ class FrozenWeights:
                 "something trains the reference or the base of an adapter, or merges the adapter into it",
                 "look for code outside Lockstep that writes to the model, such as a callback or merge_adapter",
             )
+
+    def _digested(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        with one_push(self._key, remembers=False):
+            return {spec.name: spec.digest for spec in tensor_specs(list(tensors.items()))}
