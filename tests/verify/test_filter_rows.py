@@ -74,7 +74,7 @@ def test_a_row_says_that_an_engine_in_8_bits_goes_on_to_quantise_its_inputs() ->
         sample=lambda *_, **__: [sampled(ASKED, model, 0)],
         model=model,
         precision=Precision(),
-        engine=SimpleNamespace(settings=lambda: SimpleNamespace(second_runner=False)),
+        engine=SimpleNamespace(settings=lambda: SimpleNamespace(searches_top_p=False)),
         trainer=SimpleNamespace(proofs=SimpleNamespace(engine_dtype=torch.float32, limit=half)),
     )
     assert "; inputs in 8 bits, wider limits" in _semantics_row(stage, "top-p 0.9", Distribution(ASKED), False).figure
