@@ -279,8 +279,6 @@ def test_every_kind_of_push_arrives_with_the_digests_of_the_host(both: Both) -> 
 def test_what_keeps_a_gpu_from_working_stays_below_what_is_asked(both: Both, row: counts.Row) -> None:
     few, many = counts.read(_read(both.device, "counts"))
     number, places = row.count(few, many)
-    if not row.reached and number > row.most:
-        pytest.xfail(f"{number:g} are counted, and {row.most:g} asked")
     assert number <= row.most, places.most_common(10)
 
 
