@@ -147,7 +147,7 @@ def _of_push(few: Counted, many: Counted) -> tuple[float, Places]:
 def _bytes_of_push(few: Counted, many: Counted) -> tuple[float, Places]:
     places: Places = Counter()
     for event in many.of_last_push():
-        if event.kind == "d2h":
+        if event.kind.startswith("d2h"):
             places[f"{event.place} ({event.kind}, bytes)"] += event.size
     return places.total() / many.tensors, places
 
