@@ -164,7 +164,7 @@ test-cuda: dev
 
 # The tests with vLLM, or a part of them, with vLLM's CUDA path on the pretend GPU (docs/internals/engines.md). By hand, before a release.
 test-cuda-vllm: dev
-	@PYTHONPATH=tests/pretend_cuda/vllm/site$(if $(PYTHONPATH),:$(PYTHONPATH)) PRETEND_GIB=4 $(PYTEST) -n 2 -m "vllm and not release" $(ARGS)
+	@PYTHONPATH=tests/pretend_cuda/vllm/site:tests$(if $(PYTHONPATH),:$(PYTHONPATH)) PRETEND_GIB=4 $(PYTEST) -p pretend_cuda.vllm.plugin -n 2 -m "vllm and not release" $(ARGS)
 
 # Reads what Lockstep relies on from another release of vLLM, into tests/vllm_facts_VERSION.json: make vllm-facts VERSION=0.33.0
 vllm-facts: dev

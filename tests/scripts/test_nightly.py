@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,38 @@ def test_what_a_self_test_had_found_when_it_was_killed_is_counted(tmp_path: Path
     assert [(result.ran, result.passed, result.said) for result in results] == [
         (2, False, "NOT ENDED, exit code -9")
     ] * 2
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_the_part_of_vllms_gpu_runner_judges_its_tests_and_its_self_test(
+    has_model: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its programs are played: they take minutes."""
+
+    def played(command: Sequence[object], until: float, log: Path, *_: object, **__: object) -> int:
+        log.write_text("", encoding="utf-8")
+        words = [str(word) for word in command]
+        if "--junitxml" in words:
+            Path(words[words.index("--junitxml") + 1]).write_text(
+                '<testsuites><testsuite tests="3" failures="1" errors="0"/></testsuites>', encoding="utf-8"
+            )
+            return 1
+        if "--json" in words:
+            verdicts = {
+                "injected": 2,
+                "caught": 2,
+                "errors": 0,
+                "ended": True,
+                "faults": [{"id": "-"}, {"id": "A"}, {"id": "B"}],
+            }
+            Path(str(words[words.index("--json") + 1])).write_text(json.dumps(verdicts), encoding="utf-8")
+            return 0
+        return 0 if has_model else 1
+
+    monkeypatch.setattr(nightly, "run_program", played)
+    rows = nightly.gpu_runner(1, time.monotonic() + 60)
+    found = [(row.ran, row.failed, row.passed) for row in rows]
+    assert found == ([(3, 1, False), (2, 0, True)] if has_model else [(0, 0, False)])
 
 
 def test_one_table_at_the_end_with_the_seed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,23 @@
+"""A plugin of pytest for `make test-cuda-vllm`: tests that say nothing with vLLM's CUDA path on the pretend GPU are skipped."""
+
+from __future__ import annotations
+
+import pytest
+
+# The beginning of a test's name below tests/, and why.
+_REASONS = {
+    "pretend_cuda/": "starts processes of its own that have the device",
+    "engines/test_sleep.py::test_what_is_refused_by_name": "asks for adapters in float32, which a GPU's engine refuses",
+    "engines/test_vllm_kept_ids.py::TestInProcess": "its engine is crowded by the size of a block of the cache on a CPU",
+    "engines/test_vllm_requests.py::test_weights_and_cache_have_the_bytes_that_are_counted_before_a_run_loads_its_model": (
+        "counts the memory of a run on a CPU"
+    ),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        for start, why in _REASONS.items():
+            if name.startswith(start):
+                item.add_marker(pytest.mark.skip(reason=why))
