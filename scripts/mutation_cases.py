@@ -4288,9 +4288,16 @@ MUTATIONS = [
         f"{ON_A_GPU}::test_an_element_that_is_not_zero_is_found_where_the_cpu_finds_it",
     ),
     Mutation(
+        "vLLM's processes choose how convolutions round",
+        "sync/vllm/plugin.py",
+        "    prepare_cuda()\n    end_with_trainer()",
+        "    end_with_trainer()",
+        "tests/sync/test_reload.py::test_convolutions_round_in_vllms_processes_as_in_the_trainer",
+    ),
+    Mutation(
         "Mamba in half precision: the trainer's head takes sums in float32 as the model's own does",
         "training/forward/scoring.py",
-        "entering = hidden if fp32_head else head_input(head.module, hidden)",
+        "entering = hidden if fp32_head else hidden.to(head_dtype(head.module, hidden.dtype))",
         "entering = hidden",
         "tests/training/test_plain_rows.py::test_weights_in_half_precision_below_sums_in_float32_score_as_the_models_own_forward",
     ),

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lockstep import GRPOConfig, GRPOTrainer, InputError
 from lockstep.engines.protocol import Sampling
-from lockstep.models.policy import head_input
+from lockstep.models.autocast import head_dtype
 from lockstep.parity.logprobs.rescoring import Precision, completion_logps
 from lockstep.training.batch.pack import pack_rows
 from lockstep.training.batch.sequence import TrainingSequence
@@ -63,9 +63,9 @@ def test_weights_in_half_precision_below_sums_in_float32_score_as_the_models_own
 
 
 def test_the_codes_of_a_quantised_head_are_no_dtype_for_hidden_states() -> None:
-    head, hidden = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    head = torch.nn.Linear(4, 4)
     head.weight = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
-    assert head_input(head, hidden) is hidden
+    assert head_dtype(head, torch.float32) == torch.float32
 
 
 @draws(60)

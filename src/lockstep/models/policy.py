@@ -88,19 +88,6 @@ def fp32_head_product(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tens
         return torch.nn.functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
 
 
-def head_input(head: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """(…, width) hidden states in the dtype in which an output head takes them: that of its weights, outside autocast.
-
-    A model that adds its layers up in float32 (Mamba) has float32 hidden states beside weights in half precision. Its own forward
-    casts them too.
-    """
-    weight: torch.Tensor = head.weight  # type: ignore[assignment]
-    # The codes of a quantised head have no dtype of numbers.
-    if torch.is_autocast_enabled(hidden.device.type) or not weight.is_floating_point():
-        return hidden
-    return hidden.to(weight.dtype)
-
-
 def switch_off_dropout(model: torch.nn.Module) -> None:
     """Set every dropout of the model and its adapter to 0. With dropout, the trained policy would differ from the sampled one."""
     for _, module, name in _dropouts(model):

@@ -187,11 +187,8 @@ def kept_sets(engine: VLLMInProcess) -> dict[str, Any]:
 
 def in_fp32() -> dict[str, Any]:
     """GRPO without and with filters, a merged adapter, kept sets, and sleep level 2, on one engine."""
-    # PyTorch's default on a GPU. The first engine of a process loads Lockstep's plugin.
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
     with engine(model_folder(), sleep_level=2) as started:
         runs = {
-            "rounds": {"convolutions": torch.backends.cudnn.conv.fp32_precision},
             "plain": learned("plain", started, vllm_enable_sleep_mode=True),
             "filters": learned("filters", started, **FILTERS),
             "merged": learned("merged", started, peft_config=lora()),

@@ -20,8 +20,9 @@ from lockstep.engines.protocol import Completion, Sampling
 from lockstep.errors import LockstepError, foreign_errors
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.models.adapters import causal_model, head_name
+from lockstep.models.autocast import head_dtype
 from lockstep.models.logits import transformed_logits
-from lockstep.models.policy import fp32_head_product, head_input
+from lockstep.models.policy import fp32_head_product
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.tolerances import Tolerance, tolerance
 from lockstep.shards.model import sharded
@@ -204,7 +205,7 @@ def _head_product(model: PreTrainedModel, precision: Precision) -> Callable[[tor
     """A function that computes (rows, V) logits from (rows, width) hidden states."""
     head = causal_model(model).get_output_embeddings()
     if precision.head is None:
-        return lambda hidden: head(head_input(head, hidden))
+        return lambda hidden: head(hidden.to(head_dtype(head, hidden.dtype)))
     if sharded(model) is not None:
         # The head is whole here, and a source would gather it on the owner only.
         return partial(fp32_head_product, head)

@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lockstep.algorithms.router_balance import Routing
 from lockstep.errors import InputError, LockstepError, foreign_errors
 from lockstep.models.adapters import causal_model
-from lockstep.models.autocast import autocast_dtype
+from lockstep.models.autocast import autocast_dtype, head_dtype
 from lockstep.models.logits import changes_logits, transformed_logits
-from lockstep.models.policy import fp32_head_product, head_input
+from lockstep.models.policy import fp32_head_product
 from lockstep.models.state import keeps_state
 from lockstep.to_device import sent
 from lockstep.tokens.arrays import Ids
@@ -137,7 +137,7 @@ def score_pack(
     hidden = outputs.last_hidden_state.flatten(0, 1)
     config = inner.config.get_text_config()
     head = _Head(inner.get_output_embeddings(), config, fp32_head, temperature, chunk_size, entropy_gradient, draws)
-    entering = hidden if fp32_head else head_input(head.module, hidden)
+    entering = hidden if fp32_head else hidden.to(head_dtype(head.module, hidden.dtype))
     if rules is not None and rules.sampling.is_filtered:
         scores = head.among_kept(entering, pack, rules)
     else:
