@@ -239,9 +239,9 @@ def _pushes(server: Server, folder: Path) -> Result:
     result: Result = {"pushes": []}
     transport = choose_transport("auto", [server], "127.0.0.1", 0, 60.0)
     result["chosen"] = type(transport._used).__name__
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, count in ((torch.float32, 4), (torch.bfloat16, 3)):
         model, engine = make_model().to("cuda", dtype), Engine(server, transport)
-        for version in range(4):
+        for version in range(count):
             LOG.clear()
             record = push_weights(model, engine, version)
             seen = {"crossed": crossed(LOG), "waits": waits_of_slots(LOG)}
@@ -260,13 +260,13 @@ def _pushes(server: Server, folder: Path) -> Result:
             with torch.no_grad():
                 if version == 0:
                     model.model.layers[1].self_attn.k_proj.weight[0, :3] += 1
-                if version == 2:
+                if version == 2 and dtype == torch.float32:
                     # The server dies and comes back, and the trainer drops its agreements, as in a recovery.
                     buffer = transport._used._buffer.data_ptr()
                     server.kill()
                     server._process = Server(folder)._process
                     transport.forget()
-        result["pushes"][-1]["same buffer"] = transport._used._buffer.data_ptr() == buffer
+    result["same buffer"] = transport._used._buffer.data_ptr() == buffer
     transport.close()
     return result
 

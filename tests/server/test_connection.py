@@ -69,7 +69,7 @@ def test_a_model_of_another_kind_is_refused_before_anything_is_sent(servers: Con
 
 def test_a_transport_that_nobody_knows_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    with pytest.raises(InputError, match="must be one of auto, shared_memory, gloo"):
+    with pytest.raises(InputError, match="must be one of auto, shared_memory, cuda_ipc, gloo"):
         connect(server.url, transport="pigeon")
 
 
