@@ -15,6 +15,8 @@ from typing import Literal
 
 import torch
 
+from lockstep.to_device import on_host
+
 # Number of rows that a sampled probe looks up in an embedding.
 SAMPLED_ROWS = 2048
 # Rows of a weight that a probe casts or looks up at a time, so that a whole vocabulary needs little memory.
@@ -109,6 +111,12 @@ def probe_experts(seed: int, module: str, experts: int, *, every: bool) -> list[
 def expert_input(seed: int, module: str, size: int) -> torch.Tensor:
     """(size,) float32 normal vector with standard deviation 1. An expert is not linear, and larger inputs would saturate it."""
     return probe_vector(seed, module, size) / _SCALE
+
+
+def sendable(outputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Outputs of modules on the host, read from their device at once. Each has memory of its own: a part of a larger tensor would
+    be sent to another process with the memory of all."""
+    return {name: part.clone() for name, part in zip(outputs, on_host([*outputs.values()]), strict=True)}
 
 
 def encode_floats(values: torch.Tensor) -> str:

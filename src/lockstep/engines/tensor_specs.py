@@ -131,6 +131,12 @@ def tensor_specs(named: Sequence[Named], like: Mapping[str, TensorSpec] | None =
     return begin_specs(named, like)()
 
 
+def digests_of(named: Mapping[str, torch.Tensor], key: int | None) -> dict[str, str]:
+    """The byte digest of each tensor, by name, under a key; None: xxh3, of bytes in main memory."""
+    with one_push(key, remembers=False):
+        return {spec.name: spec.digest for spec in tensor_specs(list(named.items()))}
+
+
 class Begun:
     """Descriptions that are computed in the background."""
 

@@ -36,9 +36,8 @@ _logger = logging.getLogger(__name__)
 Phase = Callable[[str], AbstractContextManager]
 # Told once, where the sharper canary of an engine in 8 bits is left out.
 _COMPILED = (
-    "the engine runs compiled programs (CUDA graphs) or packed codes, so its layers in 8 bits cannot leave their inputs as they "
-    "are: "
-    "the canary without quantised inputs is left out, and log-probs are held to the wider limits of 8 bits. "
+    "the engine runs compiled programs (CUDA graphs) or packed codes, so its layers in 8 bits cannot leave their inputs as "
+    "they are: the canary without quantised inputs is left out, and log-probs are held to the wider limits of 8 bits. "
     "vllm_engine_kwargs: {enforce_eager: true}, or --enforce-eager for a server, brings it back where programs are the reason"
 )
 

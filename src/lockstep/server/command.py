@@ -202,16 +202,19 @@ def usual_length(model: str) -> int:
     Raises:
         InputError: the model has no limit.
     """
-    length = _context(model)
+    return _bounded(_context(model))
+
+
+def _bounded(length: int) -> int:
     return min(length, _GPU_LENGTH) if torch.cuda.is_available() else length
 
 
 def shortened(options: ServeOptions) -> str:
     """A line for the user if the server takes shorter sequences than its model, and nobody has asked for that; else empty."""
-    if options.max_model_len is not None or (length := usual_length(options.model)) == _context(options.model):
+    if options.max_model_len is not None or (length := _bounded(own := _context(options.model))) == own:
         return ""
     return (
-        f"this server takes sequences of at most {length} of the model's {_context(options.model)} tokens, to bound its memory; "
+        f"this server takes sequences of at most {length} of the model's {own} tokens, to bound its memory; "
         "--max_model_len sets another length"
     )
 

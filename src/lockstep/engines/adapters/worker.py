@@ -20,9 +20,9 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from lockstep.engines.adapters.cpu_kernel import use_cpu_kernel
 from lockstep.engines.adapters.receiver import DOWN
+from lockstep.engines.probe import sendable
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import dtype_name, tensor_specs
-from lockstep.to_device import on_host
 
 Named = tuple[str, torch.Tensor]
 
@@ -194,8 +194,7 @@ def probe_adapter(worker: Any, name: str, layers: Sequence[str], seed: int) -> d
                 use_adapter(worker, used, 1)
                 rows.append(linear_output(layer, place.module, seed)[0, start : start + size].float())
             answers[layer] = torch.stack([*rows, rows[0] - rows[1]])
-    # A part would be sent with the memory of all.
-    return {layer: part.clone() for layer, part in zip(answers, on_host([*answers.values()]), strict=True)}
+    return sendable(answers)
 
 
 def use_adapter(worker: Any, name: str | None, rows: int) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from lockstep.engines.device_digest import new_key
-from lockstep.engines.tensor_specs import one_push, tensor_specs
+from lockstep.engines.tensor_specs import digests_of
 from lockstep.errors import InputError, LockstepError, ProofError
 
 if TYPE_CHECKING:
@@ -135,8 +135,7 @@ def weight_digests(worker: Any, key: str) -> dict[str, str]:
     Args:
         key: the key of the digests, in hex.
     """
-    with one_push(int(key, 16), remembers=False):
-        return {spec.name: spec.digest for spec in tensor_specs(list(worker.model_runner.model.named_parameters()))}
+    return digests_of(dict(worker.model_runner.model.named_parameters()), int(key, 16))
 
 
 def forget_weights(worker: Any) -> None:

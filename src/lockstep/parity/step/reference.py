@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.device_digest import key_for
 from lockstep.engines.protocol import Completion
-from lockstep.engines.tensor_specs import one_push, tensor_specs
+from lockstep.engines.tensor_specs import digests_of
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.rescoring import Precision, sampled_logps
@@ -81,7 +81,7 @@ class FrozenWeights:
                 "give ref_model as a model of its own, or leave it out",
             )
         self._key = key_for(tensors.values())
-        self._digests = self._digested(tensors)
+        self._digests = digests_of(tensors, self._key)
         self._filled = {name: t for name, t in tensors.items() if t.numel()}
         self._drawn = Drawn.of(list(self._filled.values()), (seed, 0))
         self._values = self._drawn.read(list(self._filled.values()))
@@ -120,7 +120,7 @@ class FrozenWeights:
                 break
             left -= self._tensors[name].nbytes
             drawn[name] = self._tensors[name]
-        changed = [name for name, digest in self._digested(drawn).items() if digest != self._digests[name]]
+        changed = [name for name, digest in digests_of(drawn, self._key).items() if digest != self._digests[name]]
         if changed:
             raise ProofError(
                 "reference",
@@ -128,7 +128,3 @@ class FrozenWeights:
                 "something trains the reference or the base of an adapter, or merges the adapter into it",
                 "look for code outside Lockstep that writes to the model, such as a callback or merge_adapter",
             )
-
-    def _digested(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        with one_push(self._key, remembers=False):
-            return {spec.name: spec.digest for spec in tensor_specs(list(tensors.items()))}

@@ -108,7 +108,7 @@ def _shared_gpu(servers: Sequence[WeightReceiverCalls]) -> torch.device | None:
     """The GPU of this process, if all servers compute on it and can map its memory."""
     if not torch.cuda.is_available():
         return None
-    gpu = torch.device("cuda", torch.cuda.current_device())
+    gpu = own_gpu(cuda_ipc.NAME)
     if problem := cuda_ipc.why_not(servers, gpu):
         _logger.info(f"weights go through main memory: {problem}")
         return None

@@ -27,10 +27,11 @@ from lockstep.engines.probe import (
     probe_inputs,
     probe_rows,
     probe_vector,
+    sendable,
 )
 from lockstep.engines.vllm.probe.quantised import quantization_of
 from lockstep.engines.vllm.probe.shards import gathered, gathered_vocabulary, own_inputs, whole_outputs
-from lockstep.to_device import on_host, sent
+from lockstep.to_device import sent
 
 # Suffix of the name under which an embedding is also probed as an output head.
 _AS_HEAD = ":as_head"
@@ -83,8 +84,7 @@ def probe_modules(
 
                     use_adapter(worker, adapter, 2 if module.bias is not None else 1)
                 answers[name] = _output(name, module, seed, every).float()
-    # A part would be sent to the driver with the memory of all.
-    return {name: part.clone() for name, part in zip(answers, on_host([*answers.values()]), strict=True)}
+    return sendable(answers)
 
 
 def _own_name(name: str) -> str:

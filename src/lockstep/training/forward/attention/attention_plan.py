@@ -15,7 +15,7 @@ The number of pieces grows with the number of chains. The total size of all mask
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -145,6 +145,11 @@ def visible(ends: Ints, rows: Run, columns: Ints) -> np.ndarray:
     return seen
 
 
+def size_of(runs: Sequence[Run]) -> int:
+    """The number of columns of some runs."""
+    return sum(b - a for a, b in runs)
+
+
 def positions(runs: tuple[Run, ...]) -> Ints:
     """All columns of some runs."""
     return np.concatenate([np.arange(*run) for run in runs])
@@ -159,7 +164,7 @@ def _blocks(ends: Ints, rows: int) -> Iterator[Block]:
         partly: tuple[Run, ...] = ()
         while stop - start < rows and last < len(chains) and chains[last][1] - start <= rows:
             still, lost = _split(ends, ancestors, chains[last][1])
-            if sum(b - a for a, b in lost) > rows:
+            if size_of(lost) > rows:
                 break
             above, partly, stop, last = still, lost, chains[last][1], last + 1
         yield Block(start, stop, above, partly, chain=last == first + 1)

@@ -31,6 +31,7 @@ from lockstep.training.forward.attention.attention_plan import (
     plan_attention,
     plan_window,
     positions,
+    size_of,
     visible,
     window_ends,
 )
@@ -115,7 +116,7 @@ class TreeAttention:
         if device.type == "cpu":
             # PyTorch would convert a boolean mask to a float mask in every layer.
             return cls(plan, tuple(_masks(plan, ends, torch.promote_types(dtype, torch.float32))), fast)
-        pairs = sum((b.stop - b.start) * _width(_all_columns(b)) for b in plan.blocks if not b.chain)
+        pairs = sum((b.stop - b.start) * size_of(_all_columns(b)) for b in plan.blocks if not b.chain)
         masks = _masks(plan, ends, dtype, whole=pairs <= _MOST_PAIRS)
         return cls(plan, tuple(mask if mask is None else _aligned(mask, device) for mask in masks), fast)
 
@@ -324,7 +325,3 @@ def _aligned(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The mask on a device. Its rows begin at multiples of eight numbers; otherwise PyTorch would copy it in every layer."""
     width = mask.shape[-1]
     return sent(torch.nn.functional.pad(mask, (0, -width % 8)), device)[..., :width]
-
-
-def _width(runs: tuple[Run, ...]) -> int:
-    return sum(b - a for a, b in runs)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lockstep.training.forward.attention.attention_plan import AttentionPlan, Run
+from lockstep.training.forward.attention.attention_plan import AttentionPlan, Run, size_of
 from lockstep.training.forward.attention.columns import add_to_columns, columns_of
 
 # Columns for a number that the products subtract. Each of them holds 8 bits of it.
@@ -117,7 +117,7 @@ def _pieces(
             yield (first, last), ((done, last),), later[: last - first, : last - first]
     for part in plan.shared:
         for runs in _parts(part.columns):
-            width = sum(b - a for a, b in runs)
+            width = size_of(runs)
             step = max(_FEWEST, _SCORES // (heads * width))
             for first in range(part.start, part.stop, step):
                 yield (first, min(first + step, part.stop)), runs, None

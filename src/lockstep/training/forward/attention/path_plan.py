@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from lockstep.training.batch.tree import Ints
-from lockstep.training.forward.attention.attention_plan import AttentionPlan, Run, chains_of, positions
+from lockstep.training.forward.attention.attention_plan import AttentionPlan, Run, chains_of, positions, size_of
 
 # Microseconds of one layer, forward and backward. The start of a kernel, and with 1,536 wide queries, 256 wide keys, 3 TB/s and
 # 300 TFLOP/s: a row (17 times 1,536 bf16 numbers are moved), a column (11 times 512 of them), a pair (18 × 1,536 operations).
@@ -84,16 +84,12 @@ def microseconds_of(plan: AttentionPlan | Sequence[PathCall]) -> float:
         return sum(_cost(len(call.columns), call.columns.shape[1], call.first, 1) for call in plan)
     total = 0.0
     for block in plan.blocks:
-        rows, above, own = block.stop - block.start, _size(block.above), _size(block.columns)
+        rows, above, own = block.stop - block.start, size_of(block.above), size_of(block.columns)
         pairs = rows * (above + own / 2) if block.chain else _MASKED_PAIR * rows * (above + own)
         total += (
             LAUNCH * (_OF_BLOCK if block.chain else _OF_MASKED) + ROW * rows + COLUMN * (above + own) + PAIR * pairs
         )
     return total
-
-
-def _size(runs: Sequence[Run]) -> int:
-    return sum(b - a for a, b in runs)
 
 
 def _cost(paths: int, columns: int, first: int, calls: int) -> float:
@@ -104,7 +100,7 @@ def _cost(paths: int, columns: int, first: int, calls: int) -> float:
 
 def _chains(ends: Ints) -> Iterator[_Chain]:
     for start, stop, above in chains_of(ends):
-        ancestors = _size(above)
+        ancestors = size_of(above)
         yield _Chain((*above, (start, stop)), ancestors, ancestors + stop - start)
 
 
