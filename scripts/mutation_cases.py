@@ -4330,6 +4330,13 @@ MUTATIONS = [
         "tests/server/test_keys_guard_and_command.py::TestCommand",
     ),
     Mutation(
+        "keyed digest: a base that is sent again gets a key of its own",
+        "sync/adapters/push.py",
+        "digest_under(key_for(self._model.parameters()))",
+        "pass",
+        "tests/sync/test_adapters_alone.py::test_a_base_that_is_sent_again_has_no_digest_under_the_key_of_the_one_before",
+    ),
+    Mutation(
         "keyed digest: the last chunk of a tensor counts",
         "engines/device_digest.py",
         "for part in words.split(_CHUNK)]",

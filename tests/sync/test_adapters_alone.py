@@ -18,6 +18,7 @@ from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.adapters.receiver import AdapterLimits
 from lockstep.engines.probe import probe_vector
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, LoadedWeights, RequestKey, Sampling
+from lockstep.engines.tensor_specs import key_of
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.requests.conversion import prompt_logprobs, sampling_params, scoring_params
@@ -160,6 +161,18 @@ def test_a_base_that_was_changed_by_hand_is_sent_again(
     proof = pushing.push(21, canary=True)
     assert proof.push.bytes > 400_000
     assert mean_gap(model, sample(engine)) < 1e-5
+
+
+@on_vllm
+def test_a_base_that_is_sent_again_has_no_digest_under_the_key_of_the_one_before(
+    engine: VLLMInProcess, pushing: ProvenPusher
+) -> None:
+    """A base from a GPU has a digest with the key of its push. Another key, or none, is drawn for what is sent in its place."""
+    pushing.push(22)
+    of_another, own = iter([f"{0:032x}-1f"]), engine.adapters.base_digest
+    with patch.object(type(engine.adapters), "base_digest", lambda _: next(of_another, None) or own()):
+        assert pushing.push(23).push.bytes > 400_000
+    assert key_of(own()) is None
 
 
 @on_vllm
