@@ -10,6 +10,7 @@ from unittest.mock import patch
 import methods
 import pytest
 import torch
+from lockstep.watch import update
 from portions import portion
 from transformers import TrainerCallback, get_scheduler
 
@@ -17,9 +18,8 @@ from lockstep.definitions.adamw import Moments, Settings, adamw
 from lockstep.definitions.schedules import rate_factor
 from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.parity.step import update
-from lockstep.parity.step.accumulation import AccumulationProof
 from lockstep.training.step.model_gradient import Checked, ModelGradient
+from lockstep.watch.accumulation import AccumulationProof
 
 SEVERAL = {"gradient_accumulation_steps": 2, "warmup_steps": 2}
 
