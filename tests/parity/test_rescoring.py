@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lockstep.watch import rescoring
 from tiny import make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,6 +20,7 @@ from transformers import (
 
 from lockstep.engines.protocol import Grammar, Sampling
 from lockstep.errors import LockstepError
+from lockstep.watch import rescoring
 from lockstep.watch.rescoring import Precision, completion_logps, sequence_logits
 
 PROMPT, TOKENS = tuple(range(7, 19)), tuple((37 * i) % 300 + 4 for i in range(80))

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from lockstep.watch import update
 from tiny import make_model, make_tokenizer, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +16,7 @@ from lockstep.to_device import on_host
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.training.forward.draw_sums import DrawSums
 from lockstep.training.forward.filters.kept_logps import KeptSets, _parts
+from lockstep.watch import update
 from lockstep.watch.modules import ModuleProbe
 
 _ROWS, _WIDTH, _IDS = 20_000, 64, 3000

@@ -10,7 +10,6 @@ from unittest.mock import patch
 import methods
 import pytest
 import torch
-from lockstep.watch import update
 from portions import portion
 from transformers import TrainerCallback, get_scheduler
 
@@ -19,6 +18,7 @@ from lockstep.definitions.schedules import rate_factor
 from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.training.step.model_gradient import Checked, ModelGradient
+from lockstep.watch import update
 from lockstep.watch.accumulation import AccumulationProof
 
 SEVERAL = {"gradient_accumulation_steps": 2, "warmup_steps": 2}
