@@ -29,8 +29,8 @@ from lockstep.run.files.whole_run import METRICS
 from lockstep.run.trainers.hooks import run_files
 from lockstep.run.trainers.hooks.run_files import RunFiles
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.watch import surroundings
 from lockstep.watch.receipt import Receipt, read_receipt
-from lockstep.watch.resume import surroundings
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 HELD_OUT = Dataset.from_dict({"prompt": [f"how much is {i} + {i}" for i in range(3)]})
