@@ -90,7 +90,7 @@ def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
     from lockstep.training.forward.scoring import TokenScores
     from lockstep.training.methods.objective import TokenBatch
     from lockstep.training.step.generation import Generation
-    from lockstep.training.step.model_gradient import Checked
+    from lockstep.watch.model_gradient import Checked
 
     made_of_prompts = (
         Prompt, GenerationRequest, Completion, Rollout, RolloutGroup, TrainingSequence, Generation, Pack, MicroBatch, TokenBatch,

@@ -70,7 +70,7 @@ DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py"
 BACKWARD = "tests/training/test_model_gradient.py"
 PARTS = "tests/training/test_step_gradient.py"
 CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"
-ASKED_AGAIN = ("training/generate/proofs/asked_again.py", "tests/training/test_asked_again.py")
+ASKED_AGAIN = ("watch/rewards.py", "tests/training/test_asked_again.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
 ENDS = ("watch/ends.py", "tests/parity/test_ends.py")
 ANSWERS = ("engines/answers.py", "tests/engines/test_answers.py")
@@ -93,13 +93,13 @@ LET_SLEEP = ("sync/push.py", "tests/sync/test_let_sleep.py")
 HELD = ("engines/held.py", "tests/sync/test_let_sleep.py")
 WORKER_START = "tests/engines/test_worker_start.py"
 WORKERS = ("engines/vllm/workers/start.py", WORKER_START)
-BESIDE_RANKS = ("training/generate/engine.py", WORKER_START)
+BESIDE_RANKS = ("run/engine.py", WORKER_START)
 COLOCATED = ("training/config/fields/colocate.py", WORKER_START)
 ENDS_SENT = ("engines/vllm/requests/conversion.py", "tests/engines/test_vllm_requests.py::test_a_request_that_names")
-DIRECTORY = ("training/generate/engine.py", "tests/training/test_engine_choice.py")
+DIRECTORY = ("run/engine.py", "tests/training/test_engine_choice.py")
 MEMORY = ("training/memory.py", "tests/training/test_memory.py")
 SHARED_MEMORY = ("models/shared_memory.py", "tests/models/test_adapted_models.py")
-POSITIONS = ("training/generate/engine.py", "tests/training/test_family_attention.py")
+POSITIONS = ("run/engine.py", "tests/training/test_family_attention.py")
 DIGESTS = "tests/engines/test_device_digest.py"
 KEYED = "tests/sync/test_keyed_pushes.py"
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
@@ -108,11 +108,11 @@ LIVE = ("sync/live.py", "tests/sync/test_live.py")
 CHANGES = "tests/sync/test_changes.py"
 EXPLAINED = "tests/parity/test_decomposition.py::test_a_fault_of_the_"
 PACKED = (
-    "watch/gap_parts.py",
+    "watch/gap_explained.py",
     f"{EXPLAINED}packed_forward_is_not_blamed_on_the_engine[transformers-untied]",
 )
 OF_ENGINE = (
-    "watch/gap_parts.py",
+    "watch/gap_explained.py",
     f"{EXPLAINED}engine_is_not_blamed_on_the_packed_forward[transformers-untied]",
 )
 FAMILY_ATTENTION = "tests/training/test_family_attention.py"
@@ -126,7 +126,7 @@ STRANGERS = ("sync/wire/groups/proof.py", "tests/sync/test_gloo_strangers.py")
 MACHINE = ("server/machine.py", "tests/server/test_machine.py")
 KEYS = ("server/keys.py", "tests/server/test_keys_guard_and_command.py::TestKeys")
 SLOTS = ("sync/wire/slots.py", "tests/sync/test_slots.py")
-RECOVERY = ("training/generate/recovery.py", "tests/training/test_recovery.py")
+RECOVERY = ("rollouts/recovery.py", "tests/training/test_recovery.py")
 CHECKPOINTS = ("run/files/checkpoints.py", "tests/training/test_checkpoints_and_directory.py")
 STATE = "tests/input/test_damaged_runs.py"
 RUN = ("run/files/whole_run.py", STATE)
@@ -152,7 +152,7 @@ STILL = "watch/still.py"
 DECAYS = "definitions/optimizer.py"
 WATCH = "run/trainers/hooks/optimizer.py"
 LEARNED = ("watch/custody.py", "tests/parity/step/test_learned_tokens.py")
-SEALS = ("training/step/learned.py", "tests/parity/step/test_learned_tokens.py")
+SEALS = ("watch/custody.py", "tests/parity/step/test_learned_tokens.py")
 FORWARD = ("watch/forward.py", "tests/parity/step/test_learned_tokens.py")
 LATER_STEPS = (
     "run/loop.py",
@@ -160,18 +160,18 @@ LATER_STEPS = (
 )
 AHEAD = "tests/training/test_staleness_in_process.py"
 SCORED_AGAIN = (
-    "training/generate/proofs/ahead.py",
+    "watch/ahead.py",
     f"{AHEAD}::test_an_engine_that_scores_the_tokens_otherwise_now_is_seen",
 )
 COMPARED_AHEAD = (
-    "training/generate/proofs/ahead.py",
+    "watch/ahead.py",
     f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens",
 )
 FROZEN = ("watch/reference.py", "tests/parity/step/test_frozen_weights.py")
 SETTINGS = ("watch/settings.py", "tests/parity/test_user_settings.py")
 THINKING = ("definitions/interruption.py", "tests/parity/test_user_settings.py")
-ASKED = ("training/step/drawn_rows.py", "tests/parity/test_user_settings.py")
-DRAWN_SETS = ("training/step/drawn_rows.py", "tests/parity/test_kept_sets.py")
+ASKED = ("watch/rows_of_logits.py", "tests/parity/test_user_settings.py")
+DRAWN_SETS = ("watch/rows_of_logits.py", "tests/parity/test_kept_sets.py")
 ASIDE = ("training/step/generation.py", "tests/training/test_groups_aside.py")
 ASIDE_STEP = ("training/step/update.py", "tests/training/test_groups_aside.py")
 ASIDE_SUMS = ("training/step/update_sums.py", "tests/training/test_groups_aside.py")
@@ -182,7 +182,7 @@ CHANGED = (
 )
 WEIGHED = ("run/files/changes.py", f"{NAMES}::test_reward_weights_change_the_rewards_of_the_next_generation")
 LOSS_ALONE = ("training/step/loss_alone.py", "tests/training/test_proven_evaluation.py")
-EVALUATED = ("training/generate/proofs/evaluation.py", "tests/training/test_proven_evaluation.py")
+EVALUATED = ("watch/rewards.py", "tests/training/test_proven_evaluation.py")
 PLACE = ("run/files/run_directory.py", STATE)
 CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
 CALLED = ("rollouts/scores/guarded_call.py", "tests/input/test_bad_reward_files.py")
@@ -205,7 +205,7 @@ SCORING = ("training/forward/scoring.py", SCORES)
 KEPT_LOGPS = ("training/forward/filters/kept_logps.py", "tests/training/test_kept_logps.py")
 KEPT_PROOF = ("watch/kept_sets.py", "tests/parity/test_kept_sets.py")
 FILTER_BOUNDS = ("watch/filter_bounds.py", "tests/parity/test_kept_sets.py")
-DISTRIBUTIONS = ("watch/distributions.py", "tests/parity/test_distributions.py")
+DISTRIBUTIONS = ("engines/filters/scored_as.py", "tests/parity/test_distributions.py")
 GRAMMARS = ("engines/filters/grammars.py", "tests/engines/test_grammars.py")
 CHAT = ("tokens/conversation/template.py", "tests/tokens/test_tokens.py")
 TOOLS = ("rollouts/programs/tools.py", "tests/rollouts/test_tools.py")
@@ -1265,49 +1265,49 @@ MUTATIONS = [
     ),
     Mutation(
         "rounding is not named as a cause",
-        "watch/gap_parts.py",
+        "watch/gap_explained.py",
         "if limit.is_coarse and packed.max_abs",
         "if False and packed.max_abs",
         "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
     ),
     Mutation(
         "rounding is named where a token is over its limit",
-        "watch/gap_parts.py",
+        "watch/gap_explained.py",
         "if limit.is_coarse and packed.max_abs <= limit.largest(packed.tokens):",
         "if limit.is_coarse:",
         "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
     ),
     Mutation(
         "the means of few tokens in half precision are judged alone",
-        "training/generate/proofs/proofs.py",
+        "watch/engine.py",
         "pools = self._config.max_staleness or limit.is_coarse",
         "pools = self._config.max_staleness",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the means of few tokens in fp32 wait for more",
-        "training/generate/proofs/proofs.py",
+        "watch/engine.py",
         "pools = self._config.max_staleness or limit.is_coarse",
         "pools = True",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the means of an evaluation's few tokens in half precision are judged alone",
-        "training/generate/proofs/proofs.py",
+        "watch/engine.py",
         "judged = self._evaluated_pool.add(gap, limit) if limit.is_coarse else gap",
         "judged = gap",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the gap of an evaluation is not judged",
-        "training/generate/proofs/proofs.py",
+        "watch/engine.py",
         "self._check_limits(judged, completions, version)\n            kept_sets",
         "kept_sets",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the gap of a generation is not judged",
-        "training/generate/proofs/proofs.py",
+        "watch/engine.py",
         "self._check_limits(judged, completions, version)\n            if not again",
         "if not again",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
@@ -1335,21 +1335,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a part's gradient is taken for right",
-        "training/step/model_gradient.py",
+        "watch/model_gradient.py",
         "if distance is not None and distance <= doubt * limit:",
         "if distance is not None:",
         f"{PARTS}::test_a_gradient_that_turns_wrong_later_stops_the_run_before_the_optimizer_uses_it_for_ten_steps",
     ),
     Mutation(
         "a part of one step in a hundred",
-        "training/step/model_gradient.py",
+        "watch/model_gradient.py",
         "% EVERY == 0",
         "% 100 == 0",
         f"{BACKWARD}::test_a_sum_is_checked_at_first_and_every_fiftieth_step_and_a_part_at_every_tenth",
     ),
     Mutation(
         "the part's gradient without the critic's",
-        "training/step/checked_part.py",
+        "watch/model_gradient.py",
         "for tensor in (scores.logps, scores.entropies, scores.values):",
         "for tensor in (scores.logps, scores.entropies, None):",
         f"{PARTS}::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were",
@@ -1370,14 +1370,14 @@ MUTATIONS = [
     ),
     Mutation(
         "an error of the device is a warning",
-        "training/step/model_gradient.py",
+        "watch/model_gradient.py",
         "if not refuses_a_dtype(trouble):",
         "if False:",
         f"{BACKWARD}::test_an_error_of_the_device_or_of_this_program_stops",
     ),
     Mutation(
         "a part that is compared with itself alone is proven",
-        "training/step/model_gradient.py",
+        "watch/model_gradient.py",
         'checked.unproven if alone else ""',
         '""',
         f"{BACKWARD}::test_a_part_that_is_compared_with_itself_alone_is_unproven_without_its_sum",
@@ -1503,7 +1503,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gradient under autocast is not compared",
-        "training/step/model_gradient.py",
+        "watch/model_gradient.py",
         "check_computed_gradient(distances, limit)",
         "pass",
         f"{BACKWARD}::test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared",
@@ -1517,35 +1517,35 @@ MUTATIONS = [
     ),
     Mutation(
         "one drawn sum over the limit is enough for an error",
-        "training/step/model_gradient.py",
+        "watch/model_gradient.py",
         "(len(failed) > _DRAWS // 2 or not exact.is_finite)",
         "True",
         f"{BACKWARD}::test_the_majority_of_five_drawn_sums_is_judged",
     ),
     Mutation(
         "sums in half precision are over sampled ids",
-        "training/step/model_gradient.py",
+        "watch/model_gradient.py",
         "if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:",
         "if False:",
         f"{BACKWARD}::test_a_policy_that_is_certain_has_right_gradients_in_bf16_too",
     ),
     Mutation(
         "one drawn sum is enough for an error",
-        "training/step/model_gradient.py",
+        "watch/model_gradient.py",
         "if limit < distances[0] < math.inf else ():",
         "if False else ():",
         f"{BACKWARD}::test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared",
     ),
     Mutation(
         "an overflow is drawn again",
-        "training/step/model_gradient.py",
+        "watch/model_gradient.py",
         "if limit < distances[0] < math.inf else ():",
         "if not distances[0] <= limit else ():",
         f"{BACKWARD}::test_a_gradient_that_is_not_finite_under_autocast_is_not_drawn_again",
     ),
     Mutation(
         "a gradient of an earlier step is cleared",
-        "training/step/model_gradient.py",
+        "watch/model_gradient.py",
         "if any(map(bool, on_host([p.grad.any() for p in named.values() if p.grad is not None]))):",
         "if False:",
         f"{BACKWARD}::test_a_gradient_that_is_left_from_before_stays_for_its_own_proof",
@@ -2199,21 +2199,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a generation that is judged twice is pooled twice",
-        "training/generate/proofs/proofs.py",
+        "watch/engine.py",
         "pool = PooledGap() if again else self._pool",
         "pool = self._pool",
         "tests/parity/test_decomposition.py",
     ),
     Mutation(
         "a resumed run forgets the tokens whose means wait",
-        "training/generate/proofs/proofs.py",
+        "watch/engine.py",
         'self._pool = PooledGap(GapStats(**entry.get("waiting", {})))',
         "pass",
         "tests/verify/test_receipts_read_back.py",
     ),
     Mutation(
         "the receipt says that a generation judged twice was judged the second time",
-        "training/generate/proofs/proofs.py",
+        "watch/engine.py",
         "            if not again:\n                self._judged",
         "            if True:\n                self._judged",
         "tests/parity/test_decomposition.py",
@@ -2382,7 +2382,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gradients of the first pack alone are compared",
-        "training/step/loss_gradient.py",
+        "watch/loss_gradient.py",
         "        self._watched.append((batch, found))",
         "        if not self._watched:\n            self._watched.append((batch, found))",
         "tests/parity/step/test_slopes.py",
@@ -2403,7 +2403,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a token counts as routed otherwise only if all its experts differ",
-        "watch/expert_routing.py",
+        "watch/gap_explained.py",
         "differing += int((one != other).any(-1).sum())",
         "differing += int((one != other).all(-1).sum())",
         "tests/parity/test_routing.py",
@@ -2438,7 +2438,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step beyond the limits of the gap",
-        "training/generate/proofs/proofs.py",
+        "watch/engine.py",
         "raise self._explained.error(",
         "return self._explained.error(",
         "tests/training/test_trainer.py::test_raw_log_probs_at_another_temperature_are_refused",
@@ -3137,7 +3137,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a question on another picture counts as one that was trained on",
-        "training/generate/proofs/evaluation.py",
+        "watch/rewards.py",
         "() if prompt.pictures is None else prompt.pictures.digests",
         "()",
         f"{PICTURE_RUNS}::test_a_question_on_another_picture_is_held_out",
@@ -3725,7 +3725,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first proof of a run is not announced",
-        "training/generate/source.py",
+        "run/source.py",
         '        with busy(_PROVING, self._clock.progress):\n            self._ranks.on_owner("start"',
         '        if True:\n            self._ranks.on_owner("start"',
         "tests/cli/test_method_commands.py",
@@ -3837,7 +3837,7 @@ MUTATIONS = [
     ),
     Mutation(
         "vLLM is not told which implementation of the model to take",
-        "training/generate/engine.py",
+        "run/engine.py",
         '"auto" if config.vllm_model_impl == "vllm" else config.vllm_model_impl',
         '"auto"',
         "tests/training/test_model_implementations.py::test_a_run_samples_with_the_implementation_of_transformers",
@@ -4098,7 +4098,7 @@ MUTATIONS = [
     ),
     Mutation(
         "engines: longrope's border is looked at before the model is loaded",
-        "training/generate/engine.py",
+        "run/engine.py",
         "min(longest, context_length(found) or longest), by_capacity=on_vllm)",
         "1, by_capacity=on_vllm)",
         "tests/training/test_family_attention.py::test_a_border_that_every_sequence_crosses_is_seen_before_the_model_is_loaded",
@@ -4247,7 +4247,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: a part of a step is read inside its backward",
-        "training/step/checked_part.py",
+        "watch/model_gradient.py",
         "flow += gradient.detach()",
         "flow += gradient.detach().cpu().to(flow.device)",
         COUNTS[1],
