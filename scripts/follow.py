@@ -137,10 +137,10 @@ def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
         push = trainer.source.push
         trainer.source.push = lambda version: None  # type: ignore[method-assign]
         # This proof makes short sequences of its own, which lead nowhere.
-        trainer.loop.model_gradient.begin = lambda *_: Checked({})  # type: ignore[method-assign]
+        trainer.watch.model_gradient.begin = lambda *_: Checked({})  # type: ignore[method-assign]
         # The way ends at the loss. What follows is its backward, sums of the generation's figures, and proofs of them.
         trainer.accelerator.backward = unnoted(trainer.accelerator.backward)
-        trainer.loop.hooks.note()
+        trainer.watch.hooks.note()
         trainer.loop._finish_step = lambda *_: None  # type: ignore[method-assign]
         with noting(is_parameter, parameters):
             push(0)

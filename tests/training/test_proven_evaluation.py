@@ -17,6 +17,7 @@ from methods import GROUPS, PROMPTS
 from portions import portion
 from transformers import EarlyStoppingCallback
 
+from lockstep.watch.evidence import TokenEvidence
 from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
@@ -83,7 +84,7 @@ def test_its_loss_is_that_of_a_step_on_its_completions(make: Make, name: str) ->
     sequences = [s for batch in step.micro_batches for s in batch]
     assert len(sequences) == run.config.completions_per_step
     prepared = loop.preparation.step(loop.policy(), sequences, moved=False)
-    sums = UpdateSums()
+    sums = UpdateSums(TokenEvidence())
     learned = learn(loop.policy(), prepared, loop.objective, loop.clock, sums)
     # At a ratio of 1 these are means of advantages that add up to zero.
     assert (abs(learned) > 1e-4) == (name not in ("grpo", "rloo", "reinforce++"))

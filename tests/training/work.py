@@ -80,7 +80,7 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
     """Count the work of a run: the passes that score a pack. Hooks on the models show that there are no other passes."""
     work = Work()
     real_check, real_plain = generation.check_reference_scores, step_proofs.check_plain
-    real_score, real_backward, real_start = Policy.score, run.accelerator.backward, run.source.start
+    real_score, real_backward, real_start = Policy.score, run.accelerator.backward, run.source.watch.start
 
     def start(*args: Any) -> None:
         real_start(*args)
@@ -118,7 +118,7 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
     monkeypatch.setattr(run.accelerator, "backward", backward)
     monkeypatch.setattr(run.source, "start", start)
     # Its own tests count it.
-    monkeypatch.setattr(run.loop.model_gradient, "begin", lambda *_: Checked({}))
+    monkeypatch.setattr(run.watch.model_gradient, "begin", lambda *_: Checked({}))
     reference = reference_of(run)
     with ExitStack() as hooks:
         for model in (run._causal(), *([reference] if reference is not None else [])):
