@@ -53,7 +53,7 @@ KILLER = ("kill_at_exit.py", "tests/test_kill_at_exit.py")
 FILES = ("files.py", "tests/training/test_whole_files.py tests/training/test_checkpoints_and_directory.py")
 LOCK = ("training/run_files/lock.py", "tests/training/test_directory_lock.py")
 RECEIPT = ("parity/receipt.py", "tests/parity/test_handshake_and_receipt.py")
-FIELDS_OF_MODELS = ("engines/model_fields.py", "tests/parity/test_handshake_and_receipt.py")
+FIELDS_OF_MODELS = ("contract/model_fields.py", "tests/parity/test_handshake_and_receipt.py")
 TOKENIZER = ("tokens/tokenizer.py", "tests/tokens/test_tokens.py")
 HANDSHAKE = ("parity/handshake.py", "tests/parity/test_handshake_and_receipt.py")
 SAMPLES = (
@@ -73,24 +73,24 @@ CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_chang
 ASKED_AGAIN = ("training/generate/proofs/asked_again.py", "tests/training/test_asked_again.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
 ENDS = ("parity/sampling/ends.py", "tests/parity/test_ends.py")
-ANSWERS = ("engines/answers.py", "tests/engines/test_answers.py")
-KEPT_SETS = ("engines/filters/kept_sets.py", "tests/engines/test_answers.py")
+ANSWERS = ("contract/answers.py", "tests/engines/test_answers.py")
+KEPT_SETS = ("contract/answers.py", "tests/engines/test_answers.py")
 KEPT_ROWS = (
     "engines/vllm/patches/kept_ids.py",
     "tests/engines/test_vllm_kept_ids.py::test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it",
 )
-SAMPLING = ("engines/filters/sampling.py", "tests/engines/test_sampling_order.py")
+SAMPLING = ("contract/filters.py", "tests/engines/test_sampling_order.py")
 WIRE = ("rollouts/across_ranks/wire.py", "tests/rollouts/test_wire.py")
 CONVERSATION = ("rollouts/conversation.py", "tests/rollouts/test_interruptions.py")
 PROGRAMS = ("rollouts/conversation.py", "tests/rollouts/test_driver.py")
 DRIVER = ("rollouts/driver.py", "tests/rollouts/test_driver.py")
-INBOX = ("engines/inbox.py", "tests/rollouts/test_driver.py")
+INBOX = ("contract/inbox.py", "tests/rollouts/test_driver.py")
 BRANCHES = ("training/batch/branches.py", "tests/training/test_branches.py")
 TREES = ("training/step/generation.py", "tests/training/test_branches.py")
 FILTER_FIELDS = ("training/config/fields/filters.py", "tests/training/test_filter_fields.py")
 BAD_WORDS = ("training/config/sampling.py", "tests/training/test_filter_fields.py")
 LET_SLEEP = ("sync/push.py", "tests/sync/test_let_sleep.py")
-HELD = ("engines/held.py", "tests/sync/test_let_sleep.py")
+HELD = ("contract/tensors.py", "tests/sync/test_let_sleep.py")
 WORKER_START = "tests/engines/test_worker_start.py"
 WORKERS = ("engines/vllm/workers/start.py", WORKER_START)
 BESIDE_RANKS = ("training/generate/engine.py", WORKER_START)
@@ -206,7 +206,7 @@ KEPT_LOGPS = ("training/forward/filters/kept_logps.py", "tests/training/test_kep
 KEPT_PROOF = ("parity/sampling/kept_sets.py", "tests/parity/test_kept_sets.py")
 FILTER_BOUNDS = ("parity/sampling/filter_bounds.py", "tests/parity/test_kept_sets.py")
 DISTRIBUTIONS = ("parity/logprobs/distributions.py", "tests/parity/test_distributions.py")
-GRAMMARS = ("engines/filters/grammars.py", "tests/engines/test_grammars.py")
+GRAMMARS = ("contract/grammars.py", "tests/engines/test_grammars.py")
 CHAT = ("tokens/conversation/template.py", "tests/tokens/test_tokens.py")
 TOOLS = ("rollouts/programs/tools.py", "tests/rollouts/test_tools.py")
 ENVIRONMENTS = ("rollouts/programs/environments.py", "tests/rollouts/test_environments.py")
@@ -1113,7 +1113,7 @@ MUTATIONS = [
             ),
             (
                 "changes for an engine that was started again",
-                "engines/held.py",
+                "contract/tensors.py",
                 "and base != self._earlier_digest",
                 "and False",
             ),
@@ -2304,7 +2304,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ids beyond the vocabulary are accepted",
-        "engines/answers.py",
+        "contract/answers.py",
         "or (vocab_size is not None and strange >= vocab_size)",
         "",
         "tests/engines/test_answers.py",
@@ -3088,7 +3088,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a ban of one token counts the ids of one call",
-        "engines/filters/distribution.py",
+        "contract/sampling.py",
         "several = any(len(word) > 1 for word in self.bad_words)",
         "several = bool(self.bad_words)",
         f"{PICTURE_TURNS}::test_a_prompt_with_pictures_goes_on_with_text_and_after_an_interruption",
@@ -3172,7 +3172,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an answer after other pictures is taken",
-        "engines/answers.py",
+        "contract/answers.py",
         "if asked != used:",
         "if False:",
         f"{PICTURE_RUNS}::test_an_answer_after_the_pictures_of_another_request_is_refused",
@@ -3368,7 +3368,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the trainer learns from the pixels that an engine hands back",
-        "engines/inbox.py",
+        "contract/inbox.py",
         "completion = replace(completion, pictures=request.pictures)",
         "pass",
         "tests/images/test_pictures_verified.py::test_every_fault_of_pictures_is_caught",
@@ -4126,21 +4126,21 @@ MUTATIONS = [
     ),
     Mutation(
         "limits: a batch with too many ids is refused before it is sent",
-        "engines/answers.py",
+        "contract/answers.py",
         "        check_limits(sampling, limits)\n",
         "",
         "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
     ),
     Mutation(
         "limits: the engine takes as many ids as its table has places",
-        "engines/vllm/limits.py",
+        "contract/answers.py",
         "if number > most:",
         "if number >= most:",
         "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
     ),
     Mutation(
         "limits: the words of bad_words have a table for all their ids",
-        "engines/vllm/limits.py",
+        "contract/answers.py",
         "words = sum(map(len, sampling.bad_words))",
         "words = max(map(len, sampling.bad_words), default=0)",
         "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
@@ -4155,7 +4155,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scores: only finite log-probs count as such",
-        "engines/answers.py",
+        "contract/answers.py",
         "finite = sum(map(math.isfinite, found))",
         "finite = len(found)",
         "tests/engines/test_answers.py::test_a_log_prob_that_is_not_finite_is_not_counted_as_one",
@@ -4261,7 +4261,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: a probe casts a whole vocabulary",
-        "engines/probe.py",
+        "contract/probe.py",
         "PROBED_ROWS = 8192",
         "PROBED_ROWS = 1 << 30",
         f"{ON_A_GPU}::test_a_probe_of_a_large_vocabulary_takes_the_memory_of_a_few_rows",
@@ -4338,49 +4338,49 @@ MUTATIONS = [
     ),
     Mutation(
         "keyed digest: the last chunk of a tensor counts",
-        "engines/device_digest.py",
+        "contract/device_digest.py",
         "for part in words.split(_CHUNK)]",
         "for part in words.split(_CHUNK)[:1]]",
         f"{DIGESTS}::test_chunks_and_levels_give_the_digest_of_the_definition",
     ),
     Mutation(
         "keyed digest: each level has multipliers of its own",
-        "engines/device_digest.py",
+        "contract/device_digest.py",
         "_row_sums(part, level)",
         "_row_sums(part, multipliers[0])",
         f"{DIGESTS}::test_chunks_and_levels_give_the_digest_of_the_definition",
     ),
     Mutation(
         "keyed digest: name, dtype and shape count",
-        "engines/device_digest.py",
+        "contract/device_digest.py",
         "json.dumps([name, str(tensor.dtype), list(tensor.shape)])",
         "json.dumps([])",
         f"{DIGESTS}::test_exchanged_tensors_rows_and_shards_and_other_outlines_are_seen",
     ),
     Mutation(
         "keyed digest: a key that repeats is refused",
-        "engines/device_digest.py",
+        "contract/device_digest.py",
         "    if key in _drawn:",
         "    if False:",
         f"{KEYED}::test_every_push_has_a_key_of_its_own_and_a_key_that_repeats_is_refused",
     ),
     Mutation(
         "keyed digest: every push draws a key",
-        "engines/device_digest.py",
+        "contract/device_digest.py",
         "key = secrets.randbits(KEY_BITS)",
         "key = len(_drawn)",
         f"{KEYED}::test_every_push_has_a_key_of_its_own_and_a_key_that_repeats_is_refused",
     ),
     Mutation(
         "keyed digest: what a push leaves out is compared under the key of the push that sent it",
-        "engines/tensor_specs.py",
+        "contract/tensors.py",
         "key_of(like[name].digest) for",
         "push.key for",
         f"{KEYED}::test_pushes_of_what_changed_send_it_and_nothing_else",
     ),
     Mutation(
         "keyed digest: the same memory under another name is digested again",
-        "engines/tensor_specs.py",
+        "contract/tensors.py",
         'names = ["" if key is None else name for',
         'names = ["" for',
         f"{KEYED}::test_memory_that_was_written_to_is_digested_again_within_a_push",

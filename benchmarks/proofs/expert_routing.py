@@ -25,7 +25,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.expert_routing import experts_of
 from lockstep.parity.logprobs.rescoring import sampled_logps

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.decomposition import Decomposition, decompose, split_gap
 from lockstep.parity.logprobs.distributions import Distribution

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engines.protocol import Grammar, Sampling
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.tokens.kept_ids import KeptIds
 

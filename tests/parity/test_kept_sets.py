@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.sampling import filtered, shaped_logits
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.filters import filtered, shaped_logits
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.rescoring import sequence_logits

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lockstep.engines.protocol import Grammar, Sampling
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import LockstepError
 from lockstep.parity.logprobs import rescoring
 from lockstep.parity.logprobs.rescoring import Precision, completion_logps, sequence_logits

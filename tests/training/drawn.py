@@ -23,7 +23,7 @@ from reference_methods import Drawn
 from subjects import Subject
 
 from lockstep import OnlineDPOConfig
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.models.adapters import causal_model
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup

@@ -13,7 +13,7 @@ from method_variants import VARIANTS
 from methods import FIELDS, make, parameters
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.parity.receipt import RECEIPT, check_receipt
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup

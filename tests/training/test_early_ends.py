@@ -14,7 +14,7 @@ from methods import GROUPS, PROMPTS, StopAfter, by_length
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, Interrupted, LockstepError
 from lockstep.training.run import run_method
 from lockstep.training.run_files.checkpoints import last_checkpoint

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.distribution import Grammar, Sampling
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError, ProofError
 from lockstep.parity.sampling.kept_sets import KeptSetProof
 from lockstep.parity.tolerances import tolerance

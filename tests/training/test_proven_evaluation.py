@@ -17,7 +17,7 @@ from methods import GROUPS, PROMPTS
 from portions import portion
 from transformers import EarlyStoppingCallback
 
-from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.tokens.arrays import reals

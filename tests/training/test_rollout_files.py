@@ -14,7 +14,7 @@ from tiny import CONTEXT
 import lockstep.training.run_files.rollout_files as writer
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.cli.main import main
-from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
 from lockstep.parity.logprobs.rescoring import sampled_logps

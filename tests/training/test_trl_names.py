@@ -15,7 +15,7 @@ from tiny import make_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.tokens.chat import render_prompt, with_joined_text
 from lockstep.training.trainers.attribute import Attribute

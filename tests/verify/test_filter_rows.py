@@ -10,8 +10,9 @@ import pytest
 import torch
 from tiny import make_model
 
-from lockstep.engines.filters.sampling import filtered
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.filters import filtered
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.rescoring import Precision, sequence_logits
 from lockstep.parity.tolerances import tolerance

@@ -13,7 +13,7 @@ import torch
 from lockstep.audit.causes import Cause, Suspects, explain, mean_gap
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.audit.evidence import Scored, Values, score
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
 from lockstep.parity.logprobs.rescoring import Precision

@@ -65,7 +65,7 @@ def run(words: list[str]) -> int:
         from lockstep.audit.findings import DIFFER, audit
         from lockstep.audit.server import server_logprobs
         from lockstep.cli.process.quiet import quiet_libraries
-        from lockstep.engines.protocol import Sampling
+        from lockstep.contract.sampling import Sampling
         from lockstep.models.policy import load_policy
         from lockstep.models.resolve import resolve_model
         from lockstep.parity.logprobs.distributions import Distribution

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import foreign_errors
 from lockstep.parity.logprobs.canary import canary_sequences, check_canary, score_canary
 from lockstep.parity.logprobs.distributions import Distribution

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from lockstep.engines.protocol import Completion, Sampling
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.protocol import Completion
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.tensors import dtype_name
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.gap import GapStats, PooledGap, measure_gap

@@ -11,7 +11,8 @@ import pytest
 import torch
 from tiny import make_model
 
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.gap import GapStats, measure_gap

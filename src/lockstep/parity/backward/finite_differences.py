@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.errors import ProofError
 from lockstep.parity.backward.in_float64 import Move, Widened
 from lockstep.parity.backward.plain_scores import plain_scores

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.models.adapters import causal_model
 from lockstep.models.logits import transformed_logits
 from lockstep.parity.logprobs.distributions import Distribution

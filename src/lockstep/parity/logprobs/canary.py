@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import ProbedEngine, Sampling
+from lockstep.contract.protocol import ProbedEngine
+from lockstep.contract.sampling import Sampling
 from lockstep.parity.logprobs.decomposition import check_gap
 from lockstep.parity.logprobs.gap import GapStats, measure_gap
 from lockstep.parity.logprobs.rescoring import Precision, casting_once, completion_logps

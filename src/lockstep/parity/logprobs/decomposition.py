@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion, ProbedEngine, Sampling
+from lockstep.contract.protocol import Completion, ProbedEngine
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.expert_routing import routing_differences

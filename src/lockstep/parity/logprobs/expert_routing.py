@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.models.adapters import causal_model
 from lockstep.models.routers import chosen_experts, experts_per_token, has_routers
 from lockstep.parity.logprobs.rescoring import Precision, in_precision

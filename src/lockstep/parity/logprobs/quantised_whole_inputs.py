@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.canary import canary_gap, check_canary
 from lockstep.parity.logprobs.decomposition import check_gap

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.errors import ProofError
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.device_digest import key_for
-from lockstep.engines.protocol import Completion
-from lockstep.engines.tensor_specs import digests_of
+from lockstep.contract.device_digest import key_for
+from lockstep.contract.protocol import Completion
+from lockstep.contract.tensors import digests_of
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.rescoring import Precision, sampled_logps

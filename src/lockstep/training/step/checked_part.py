@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.parity.backward.finite_differences import Added, Drawn
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.tokens.arrays import filled, whole_numbers

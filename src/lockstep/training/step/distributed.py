@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.device_digest import new_key
-from lockstep.engines.tensor_specs import one_push
+from lockstep.contract.device_digest import new_key
+from lockstep.contract.tensors import one_push
 from lockstep.errors import ProofError
 from lockstep.report.waits import waiting
 from lockstep.rollouts.across_ranks.ranks import Ranks

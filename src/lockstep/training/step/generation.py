@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.errors import InputError
 from lockstep.parity.step.advantages import AdvantageProof
 from lockstep.parity.step.reference import check_reference_scores

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import LockstepError, ProofError
 from lockstep.models.quantised import is_quantised
 from lockstep.parity.backward.finite_differences import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.parity.step.advantages import AdvantageProof

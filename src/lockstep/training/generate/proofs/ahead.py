@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.http.call_loop import Pending
+from lockstep.call_loop import Pending
+from lockstep.contract.protocol import Completion, Engine
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, Engine, Sampling
 from lockstep.parity.logprobs.canary import canary_gap, canary_sequences, check_canary
 from lockstep.parity.logprobs.decomposition import check_gap
 from lockstep.parity.logprobs.distributions import Distribution

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.contract.protocol import Completion, Engine
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, Engine
 from lockstep.errors import ProofError
 from lockstep.parity.logprobs.decomposition import decompose
 from lockstep.parity.logprobs.distributions import Distribution

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Sampling
 from lockstep.parity.logprobs.gap import GapStats, JudgedGap, PooledGap, check_count, over_limits
 from lockstep.parity.logprobs.gap_tail import GapTail
 from lockstep.parity.logprobs.quantised_gap import QuantisationError

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.engines.protocol import EngineSettings
+from lockstep.contract.protocol import EngineSettings
 from lockstep.parity.logprobs.gap import GapStats, JudgedGap
 from lockstep.parity.proven_push import ProvenPusher
 from lockstep.parity.tolerances import Tolerance
