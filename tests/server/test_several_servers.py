@@ -19,16 +19,16 @@ from test_in_flight import gap_by_version
 from tiny import make_model, perturbed
 from training import equal, make_trainer, train
 
-from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
-from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests.sending import ServerRequests
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import EngineLost, ProofError
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 from lockstep.sync.wire.gloo import GlooTransport
+from lockstep.watch.modules import ModuleProbe, check_probe
 
 # Two servers on two cores start slowly.
 pytestmark = [*VLLM, pytest.mark.long]

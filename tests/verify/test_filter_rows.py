@@ -13,11 +13,11 @@ from tiny import make_model
 from lockstep.contract.filters import filtered
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.rescoring import Precision, sequence_logits
-from lockstep.parity.tolerances import tolerance
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.verify.logprob_checks import _semantics_row
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.rescoring import Precision, sequence_logits
+from lockstep.watch.tolerances import tolerance
 
 ASKED = Sampling(6, top_p=0.9)
 

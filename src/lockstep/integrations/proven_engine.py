@@ -19,12 +19,12 @@ from lockstep.contract.answers import check_answers
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
 from lockstep.contract.sampling import Sampling
 from lockstep.images.pictures import PromptPictures
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.proven_push import ProvenPusher, PushProof
-from lockstep.parity.sampling.independent_samples import check_samples
 from lockstep.sync.push import SleepingEngine, let_sleep
 from lockstep.tokens.arrays import Ids
 from lockstep.training.generate.recovery import Recovery
+from lockstep.watch.push import ProvenPusher, PushProof
+from lockstep.watch.rescoring import Precision
+from lockstep.watch.samples import check_samples
 
 
 class ProvenEngine:

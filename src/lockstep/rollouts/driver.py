@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.call_loop import CallLoop, Pending
 from lockstep.contract.answers import check_requests
-from lockstep.contract.inbox import CheckAnswer, Errands, Inbox, Progress
+from lockstep.contract.inbox import Errands
+from lockstep.call_loop import CallLoop, Pending
+from lockstep.contract.inbox import CheckAnswer, Inbox, Progress
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import LockstepError, ProofError
@@ -59,7 +60,7 @@ class Driver:
     Args:
         tokenizer: decodes ids to text. It never makes ids.
         calls: runs the calls of tools and environments that programs make; None: programs wait for nothing but the engine.
-        check: raises if an answer does not fit its request (`parity/sampling/ends.py`).
+        check: raises if an answer does not fit its request (`watch/ends.py`).
     """
 
     def __init__(

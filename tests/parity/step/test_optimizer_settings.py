@@ -28,10 +28,10 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.training_args import OptimizerNames
 
-from lockstep.contract.protocol import Engine
 from lockstep.definitions import optimizer as definition
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.parity.receipt import RECEIPT, read_receipt
+from lockstep.watch.receipt import RECEIPT, read_receipt
 
 SAVES = {**methods.GROUPS, "save_strategy": "steps", "save_steps": 1}
 Make = Callable[..., Any]

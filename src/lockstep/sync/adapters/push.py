@@ -2,7 +2,7 @@
 
     base (only where the engine does not hold it) → adapter → compare what arrived, and what the engine holds → commit the version
 
-`parity/proven_push.py` calls it in place of `sync/push.py`, and proves the result. The engine computes the digest of the base
+`watch/push.py` calls it in place of `sync/push.py`, and proves the result. The engine computes the digest of the base
 weights that it holds. If this digest equals the digest of the model's base weights, the base is not sent. Therefore a second run
 can use a server that already holds the same base. A server that was restarted gets the base again.
 """
@@ -13,10 +13,10 @@ import time
 
 import torch
 
+from lockstep.engines.adapters.receiver import AdapterReceiver
 from lockstep.contract.device_digest import key_for
 from lockstep.contract.protocol import Engine, LoadedWeights
 from lockstep.contract.tensors import digest_under, key_of, one_push
-from lockstep.engines.adapters.receiver import AdapterReceiver
 from lockstep.errors import InputError, ProofError
 from lockstep.sync.adapters.live import check_adapter_live
 from lockstep.sync.adapters.source import AdapterSource, BaseSource, adapter_shape, check_alone

@@ -16,10 +16,10 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.connection import connect
-from lockstep.contract.protocol import Engine
-from lockstep.contract.sampling import Sampling
 from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.contract.protocol import Engine
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.arguments import told_by_vllm, usual_sequences
 from lockstep.engines.vllm.in_process import VLLMInProcess, whole_arguments
@@ -32,7 +32,6 @@ from lockstep.models.adapters import causal_model
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.models.policy import BAD_FILES, context_length
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.report.busy import busy
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.driver import Driver
@@ -43,6 +42,7 @@ from lockstep.tokens.end import directory_end_ids
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.config.built_once import UNUSABLE
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.watch.handshake import check_settings, expected_settings
 
 _logger = logging.getLogger(__name__)
 
