@@ -14,9 +14,9 @@ from test_adapters import adapted, move
 from tiny import make_model, save
 
 from lockstep import connection
-from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
+from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights

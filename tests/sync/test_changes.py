@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from test_transports import Worker
 from tiny import make_model
 
-from lockstep.contract.tensors import HeldWeights
 from lockstep.contract.protocol import LoadedWeights
-from lockstep.contract.tensors import tensor_specs
+from lockstep.contract.tensors import HeldWeights, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.sync.changes import LastPush, Update
 from lockstep.sync.push import forget_push, push_weights

@@ -26,8 +26,8 @@ from servers import connect, serve
 from tiny import CONTEXT, make_tokenizer
 from transformers import PreTrainedModel
 
-from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.contract.protocol import Engine
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.policy import load_policy

@@ -11,16 +11,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
-from lockstep.errors import InputError, ProofError
-from lockstep.tokens.arrays import Ids
-from lockstep.tokens.tokenizer import check_embedded
-import numpy as np
-
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.protocol import Completion
 from lockstep.errors import InputError, ProofError
-from lockstep.tokens.arrays import chosen
+from lockstep.tokens.arrays import Ids, chosen
 from lockstep.tokens.kept_ids import KeptIds
+from lockstep.tokens.tokenizer import check_embedded
+
 # vLLM's environment variables that make two of the tables larger.
 _WORDS, _WORD_IDS = "VLLM_MAX_NUM_BAD_WORDS", "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS"
 _FIRST_RUNNER = (

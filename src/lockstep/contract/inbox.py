@@ -10,24 +10,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
+from lockstep.call_loop import Pending
 from lockstep.contract.answers import check_answer, missing_answers, second_answer, unexpected_answer
 from lockstep.contract.protocol import Completion, GenerationRequest, OnAnswer, RequestKey
 from lockstep.errors import LockstepError
 from lockstep.report.waits import waiting
-import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
 
-from lockstep.call_loop import Pending
-from lockstep.errors import LockstepError
 
 class Errands:
     """Work that programs hand to the thread in which their engine is served, because it belongs into that thread.

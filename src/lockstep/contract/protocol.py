@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from lockstep.contract.sampling import Sampling
 from lockstep.contract.probe import EngineModules
+from lockstep.contract.sampling import Sampling
 from lockstep.images.pictures import PromptPictures
 from lockstep.tokens.arrays import ArrayFields, Flags, Ids, Reals, chosen, flags, places_of, reals, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds

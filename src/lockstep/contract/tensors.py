@@ -28,11 +28,8 @@ import torch
 import xxhash
 
 from lockstep.contract.device_digest import KEY_BITS, device_digests, digest_texts
-from lockstep.contract.protocol import TensorSpec
-from lockstep.models.cuda import Written, read_after, written_so_far
-from collections.abc import Iterable, Sequence
-
 from lockstep.contract.protocol import LoadedWeights, TensorSpec
+from lockstep.models.cuda import Written, read_after, written_so_far
 
 # Two threads, because xxhash releases the interpreter lock while it reads.
 _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")

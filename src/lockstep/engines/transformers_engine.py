@@ -26,9 +26,8 @@ from transformers import (
 )
 
 from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.contract.grammars import GrammarCompiler, GrammarState
 from lockstep.contract.filters import processed_logprobs
-from lockstep.contract.tensors import HeldWeights
+from lockstep.contract.grammars import GrammarCompiler, GrammarState
 from lockstep.contract.inbox import Inbox, answer_all
 from lockstep.contract.model_fields import fields_of_parts
 from lockstep.contract.probe import EngineModules
@@ -42,7 +41,7 @@ from lockstep.contract.protocol import (
     RequestKey,
     TensorSpec,
 )
-from lockstep.contract.tensors import Begun, described, finished
+from lockstep.contract.tensors import Begun, HeldWeights, described, finished
 from lockstep.engines.transformers_probe import list_modules, output_of
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import InputError, LockstepError, foreign_errors

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.contract.grammars import check_grammar
-from lockstep.engines.http.server_calls import server_urls
 from lockstep.contract.sampling import Grammar, Sampling
+from lockstep.engines.http.server_calls import server_urls
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, NEUTRAL_SAMPLING
 from lockstep.errors import InputError
 from lockstep.integrations.trl_pictures import tokenizer_of

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.contract.answers import check_requests
-from lockstep.contract.inbox import Errands
 from lockstep.call_loop import CallLoop, Pending
-from lockstep.contract.inbox import CheckAnswer, Inbox, Progress
+from lockstep.contract.answers import check_requests
+from lockstep.contract.inbox import CheckAnswer, Errands, Inbox, Progress
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import LockstepError, ProofError

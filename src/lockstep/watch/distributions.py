@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from lockstep.contract.grammars import GrammarCompiler
 from lockstep.contract.filters import filtered, shaped_logits
+from lockstep.contract.grammars import GrammarCompiler
 from lockstep.contract.sampling import Sampling
 from lockstep.tokens.kept_ids import KeptIds
 

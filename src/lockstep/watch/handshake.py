@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.contract.answers import check_limits
 from lockstep.contract.model_fields import fields_of_parts, one_spelling
 from lockstep.contract.protocol import EngineSettings
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
-from lockstep.contract.answers import check_limits
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model
 from lockstep.tokens.tokenizer import embedding_rows

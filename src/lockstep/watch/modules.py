@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.definitions.quantisation import quantised_rows
 from lockstep.contract.probe import (
     PROBED_ROWS,
     SAMPLED_ROWS,
@@ -32,6 +31,7 @@ from lockstep.contract.probe import (
 )
 from lockstep.contract.protocol import ProbedEngine
 from lockstep.contract.tensors import codes_digest
+from lockstep.definitions.quantisation import quantised_rows
 from lockstep.engines.vllm.arguments import QUANTIZATIONS
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import head_name

@@ -19,16 +19,8 @@ from typing import Any
 
 import torch
 
-from lockstep.engines.adapters.servers import EngineParts, ServerAdapters
-from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.call_loop import CallLoop, Pending
-from lockstep.engines.http.pauses import Pauses
-from lockstep.engines.http.requests.messages import agreed_answers, loaded_by
-from lockstep.engines.http.requests.sending import ServerRequests
-from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
-from lockstep.engines.http.server_set import ServerSet
-from lockstep.engines.http.server_state import HEALTH_EVERY, agreed_settings, unreachable
-from lockstep.engines.http.transport import WeightTransport
+from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.contract.inbox import Inbox, answer_all
 from lockstep.contract.probe import EngineModules, ProbedModule, decode_floats
 from lockstep.contract.protocol import (
@@ -39,6 +31,14 @@ from lockstep.contract.protocol import (
     OnAnswer,
     RequestKey,
 )
+from lockstep.engines.adapters.servers import EngineParts, ServerAdapters
+from lockstep.engines.http.pauses import Pauses
+from lockstep.engines.http.requests.messages import agreed_answers, loaded_by
+from lockstep.engines.http.requests.sending import ServerRequests
+from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
+from lockstep.engines.http.server_set import ServerSet
+from lockstep.engines.http.server_state import HEALTH_EVERY, agreed_settings, unreachable
+from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.vllm.settings import changed_settings
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.report.waits import waiting

@@ -18,9 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from lockstep.engines.adapters.in_process import AdaptersInProcess
 from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.engines.http.requests.messages import agreed_answers
 from lockstep.contract.inbox import Inbox, answer_all
 from lockstep.contract.probe import EngineModules
 from lockstep.contract.protocol import (
@@ -31,6 +29,8 @@ from lockstep.contract.protocol import (
     OnAnswer,
     RequestKey,
 )
+from lockstep.engines.adapters.in_process import AdaptersInProcess
+from lockstep.engines.http.requests.messages import agreed_answers
 from lockstep.engines.vllm.arguments import (
     check_adapters,
     check_quantization,

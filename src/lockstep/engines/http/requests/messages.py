@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lockstep.engines.http.requests.pictures import check_places, features
 from lockstep.contract.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
+from lockstep.engines.http.requests.pictures import check_places, features
 from lockstep.engines.vllm.requests.conversion import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import Picture

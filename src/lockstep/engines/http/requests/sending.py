@@ -13,8 +13,10 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from lockstep.engines.adapters.servers import ServerAdapters, UsedAdapter
 from lockstep.call_loop import CLOSED, CallLoop, Pending
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.engines.adapters.servers import ServerAdapters, UsedAdapter
 from lockstep.engines.http.requests.messages import (
     INITIAL_WEIGHTS,
     completion_from,
@@ -26,8 +28,6 @@ from lockstep.engines.http.requests.messages import (
 )
 from lockstep.engines.http.requests.pictures import SentPictures, check_encoded
 from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.contract.inbox import Inbox
-from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.engines.vllm.requests.check_sent import check_sent
 from lockstep.errors import EngineLost, LockstepError
 

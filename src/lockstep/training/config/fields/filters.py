@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.contract.grammars import check_grammar
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError
 from lockstep.training.config.fields.trl import doc
 

@@ -24,9 +24,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.call_loop import Pending
-from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.contract.protocol import Completion, Engine
 from lockstep.contract.sampling import Sampling
+from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.canary import canary_gap, canary_sequences, check_canary

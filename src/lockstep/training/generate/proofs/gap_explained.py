@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.contract.protocol import Completion, Engine
+from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import ProofError
 from lockstep.watch.distributions import Distribution
 from lockstep.watch.gap import GapStats, gap_error, measure_gap, over_limits
