@@ -82,7 +82,7 @@ def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
     from tiny import save_model
 
     from lockstep import GRPOConfig, GRPOTrainer
-    from lockstep.engines.protocol import Completion, GenerationRequest
+    from lockstep.contract.protocol import Completion, GenerationRequest
     from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
     from lockstep.training.batch.pack import Pack
     from lockstep.training.batch.sequence import TrainingSequence

@@ -53,7 +53,7 @@ KILLER = ("kill_at_exit.py", "tests/test_kill_at_exit.py")
 FILES = ("files.py", "tests/training/test_whole_files.py tests/training/test_checkpoints_and_directory.py")
 LOCK = ("run/files/lock.py", "tests/training/test_directory_lock.py")
 RECEIPT = ("watch/receipt.py", "tests/parity/test_handshake_and_receipt.py")
-FIELDS_OF_MODELS = ("engines/model_fields.py", "tests/parity/test_handshake_and_receipt.py")
+FIELDS_OF_MODELS = ("contract/model_fields.py", "tests/parity/test_handshake_and_receipt.py")
 TOKENIZER = ("tokens/tokenizer.py", "tests/tokens/test_tokens.py")
 HANDSHAKE = ("watch/handshake.py", "tests/parity/test_handshake_and_receipt.py")
 SAMPLES = (
@@ -70,36 +70,36 @@ DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py"
 BACKWARD = "tests/training/test_model_gradient.py"
 PARTS = "tests/training/test_step_gradient.py"
 CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"
-ASKED_AGAIN = ("watch/rewards.py", "tests/training/test_asked_again.py")
+ASKED_AGAIN = ("training/generate/proofs/asked_again.py", "tests/training/test_asked_again.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
 ENDS = ("watch/ends.py", "tests/parity/test_ends.py")
-ANSWERS = ("engines/answers.py", "tests/engines/test_answers.py")
-KEPT_SETS = ("engines/filters/kept_sets.py", "tests/engines/test_answers.py")
+ANSWERS = ("contract/answers.py", "tests/engines/test_answers.py")
+KEPT_SETS = ("contract/answers.py", "tests/engines/test_answers.py")
 KEPT_ROWS = (
     "engines/vllm/patches/kept_ids.py",
     "tests/engines/test_vllm_kept_ids.py::test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it",
 )
-SAMPLING = ("engines/filters/sampling.py", "tests/engines/test_sampling_order.py")
+SAMPLING = ("contract/filters.py", "tests/engines/test_sampling_order.py")
 WIRE = ("rollouts/across_ranks/wire.py", "tests/rollouts/test_wire.py")
 CONVERSATION = ("rollouts/conversation.py", "tests/rollouts/test_interruptions.py")
 PROGRAMS = ("rollouts/conversation.py", "tests/rollouts/test_driver.py")
 DRIVER = ("rollouts/driver.py", "tests/rollouts/test_driver.py")
-INBOX = ("engines/inbox.py", "tests/rollouts/test_driver.py")
+INBOX = ("contract/inbox.py", "tests/rollouts/test_driver.py")
 BRANCHES = ("training/batch/branches.py", "tests/training/test_branches.py")
 TREES = ("training/step/generation.py", "tests/training/test_branches.py")
 FILTER_FIELDS = ("training/config/fields/filters.py", "tests/training/test_filter_fields.py")
 BAD_WORDS = ("training/config/sampling.py", "tests/training/test_filter_fields.py")
 LET_SLEEP = ("sync/push.py", "tests/sync/test_let_sleep.py")
-HELD = ("engines/held.py", "tests/sync/test_let_sleep.py")
+HELD = ("contract/tensors.py", "tests/sync/test_let_sleep.py")
 WORKER_START = "tests/engines/test_worker_start.py"
 WORKERS = ("engines/vllm/workers/start.py", WORKER_START)
-BESIDE_RANKS = ("run/engine.py", WORKER_START)
+BESIDE_RANKS = ("training/generate/engine.py", WORKER_START)
 COLOCATED = ("training/config/fields/colocate.py", WORKER_START)
 ENDS_SENT = ("engines/vllm/requests/conversion.py", "tests/engines/test_vllm_requests.py::test_a_request_that_names")
-DIRECTORY = ("run/engine.py", "tests/training/test_engine_choice.py")
+DIRECTORY = ("training/generate/engine.py", "tests/training/test_engine_choice.py")
 MEMORY = ("training/memory.py", "tests/training/test_memory.py")
 SHARED_MEMORY = ("models/shared_memory.py", "tests/models/test_adapted_models.py")
-POSITIONS = ("run/engine.py", "tests/training/test_family_attention.py")
+POSITIONS = ("training/generate/engine.py", "tests/training/test_family_attention.py")
 DIGESTS = "tests/engines/test_device_digest.py"
 KEYED = "tests/sync/test_keyed_pushes.py"
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
@@ -108,11 +108,11 @@ LIVE = ("sync/live.py", "tests/sync/test_live.py")
 CHANGES = "tests/sync/test_changes.py"
 EXPLAINED = "tests/parity/test_decomposition.py::test_a_fault_of_the_"
 PACKED = (
-    "watch/gap_explained.py",
+    "watch/gap_parts.py",
     f"{EXPLAINED}packed_forward_is_not_blamed_on_the_engine[transformers-untied]",
 )
 OF_ENGINE = (
-    "watch/gap_explained.py",
+    "watch/gap_parts.py",
     f"{EXPLAINED}engine_is_not_blamed_on_the_packed_forward[transformers-untied]",
 )
 FAMILY_ATTENTION = "tests/training/test_family_attention.py"
@@ -126,7 +126,7 @@ STRANGERS = ("sync/wire/groups/proof.py", "tests/sync/test_gloo_strangers.py")
 MACHINE = ("server/machine.py", "tests/server/test_machine.py")
 KEYS = ("server/keys.py", "tests/server/test_keys_guard_and_command.py::TestKeys")
 SLOTS = ("sync/wire/slots.py", "tests/sync/test_slots.py")
-RECOVERY = ("rollouts/recovery.py", "tests/training/test_recovery.py")
+RECOVERY = ("training/generate/recovery.py", "tests/training/test_recovery.py")
 CHECKPOINTS = ("run/files/checkpoints.py", "tests/training/test_checkpoints_and_directory.py")
 STATE = "tests/input/test_damaged_runs.py"
 RUN = ("run/files/whole_run.py", STATE)
@@ -152,7 +152,7 @@ STILL = "watch/still.py"
 DECAYS = "definitions/optimizer.py"
 WATCH = "run/trainers/hooks/optimizer.py"
 LEARNED = ("watch/custody.py", "tests/parity/step/test_learned_tokens.py")
-SEALS = ("watch/custody.py", "tests/parity/step/test_learned_tokens.py")
+SEALS = ("training/step/learned.py", "tests/parity/step/test_learned_tokens.py")
 FORWARD = ("watch/forward.py", "tests/parity/step/test_learned_tokens.py")
 LATER_STEPS = (
     "run/loop.py",
@@ -160,18 +160,18 @@ LATER_STEPS = (
 )
 AHEAD = "tests/training/test_staleness_in_process.py"
 SCORED_AGAIN = (
-    "watch/ahead.py",
+    "training/generate/proofs/ahead.py",
     f"{AHEAD}::test_an_engine_that_scores_the_tokens_otherwise_now_is_seen",
 )
 COMPARED_AHEAD = (
-    "watch/ahead.py",
+    "training/generate/proofs/ahead.py",
     f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens",
 )
 FROZEN = ("watch/reference.py", "tests/parity/step/test_frozen_weights.py")
 SETTINGS = ("watch/settings.py", "tests/parity/test_user_settings.py")
 THINKING = ("definitions/interruption.py", "tests/parity/test_user_settings.py")
-ASKED = ("watch/rows_of_logits.py", "tests/parity/test_user_settings.py")
-DRAWN_SETS = ("watch/rows_of_logits.py", "tests/parity/test_kept_sets.py")
+ASKED = ("training/step/drawn_rows.py", "tests/parity/test_user_settings.py")
+DRAWN_SETS = ("training/step/drawn_rows.py", "tests/parity/test_kept_sets.py")
 ASIDE = ("training/step/generation.py", "tests/training/test_groups_aside.py")
 ASIDE_STEP = ("training/step/update.py", "tests/training/test_groups_aside.py")
 ASIDE_SUMS = ("training/step/update_sums.py", "tests/training/test_groups_aside.py")
@@ -182,7 +182,7 @@ CHANGED = (
 )
 WEIGHED = ("run/files/changes.py", f"{NAMES}::test_reward_weights_change_the_rewards_of_the_next_generation")
 LOSS_ALONE = ("training/step/loss_alone.py", "tests/training/test_proven_evaluation.py")
-EVALUATED = ("watch/rewards.py", "tests/training/test_proven_evaluation.py")
+EVALUATED = ("training/generate/proofs/evaluation.py", "tests/training/test_proven_evaluation.py")
 PLACE = ("run/files/run_directory.py", STATE)
 CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
 CALLED = ("rollouts/scores/guarded_call.py", "tests/input/test_bad_reward_files.py")
@@ -205,8 +205,8 @@ SCORING = ("training/forward/scoring.py", SCORES)
 KEPT_LOGPS = ("training/forward/filters/kept_logps.py", "tests/training/test_kept_logps.py")
 KEPT_PROOF = ("watch/kept_sets.py", "tests/parity/test_kept_sets.py")
 FILTER_BOUNDS = ("watch/filter_bounds.py", "tests/parity/test_kept_sets.py")
-DISTRIBUTIONS = ("engines/filters/scored_as.py", "tests/parity/test_distributions.py")
-GRAMMARS = ("engines/filters/grammars.py", "tests/engines/test_grammars.py")
+DISTRIBUTIONS = ("watch/distributions.py", "tests/parity/test_distributions.py")
+GRAMMARS = ("contract/grammars.py", "tests/engines/test_grammars.py")
 CHAT = ("tokens/conversation/template.py", "tests/tokens/test_tokens.py")
 TOOLS = ("rollouts/programs/tools.py", "tests/rollouts/test_tools.py")
 ENVIRONMENTS = ("rollouts/programs/environments.py", "tests/rollouts/test_environments.py")
@@ -1113,7 +1113,7 @@ MUTATIONS = [
             ),
             (
                 "changes for an engine that was started again",
-                "engines/held.py",
+                "contract/tensors.py",
                 "and base != self._earlier_digest",
                 "and False",
             ),
@@ -1265,49 +1265,49 @@ MUTATIONS = [
     ),
     Mutation(
         "rounding is not named as a cause",
-        "watch/gap_explained.py",
+        "watch/gap_parts.py",
         "if limit.is_coarse and packed.max_abs",
         "if False and packed.max_abs",
         "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
     ),
     Mutation(
         "rounding is named where a token is over its limit",
-        "watch/gap_explained.py",
+        "watch/gap_parts.py",
         "if limit.is_coarse and packed.max_abs <= limit.largest(packed.tokens):",
         "if limit.is_coarse:",
         "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
     ),
     Mutation(
         "the means of few tokens in half precision are judged alone",
-        "watch/engine.py",
+        "training/generate/proofs/proofs.py",
         "pools = self._config.max_staleness or limit.is_coarse",
         "pools = self._config.max_staleness",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the means of few tokens in fp32 wait for more",
-        "watch/engine.py",
+        "training/generate/proofs/proofs.py",
         "pools = self._config.max_staleness or limit.is_coarse",
         "pools = True",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the means of an evaluation's few tokens in half precision are judged alone",
-        "watch/engine.py",
+        "training/generate/proofs/proofs.py",
         "judged = self._evaluated_pool.add(gap, limit) if limit.is_coarse else gap",
         "judged = gap",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the gap of an evaluation is not judged",
-        "watch/engine.py",
+        "training/generate/proofs/proofs.py",
         "self._check_limits(judged, completions, version)\n            kept_sets",
         "kept_sets",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the gap of a generation is not judged",
-        "watch/engine.py",
+        "training/generate/proofs/proofs.py",
         "self._check_limits(judged, completions, version)\n            if not again",
         "if not again",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
@@ -1335,21 +1335,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a part's gradient is taken for right",
-        "watch/model_gradient.py",
+        "training/step/model_gradient.py",
         "if distance is not None and distance <= doubt * limit:",
         "if distance is not None:",
         f"{PARTS}::test_a_gradient_that_turns_wrong_later_stops_the_run_before_the_optimizer_uses_it_for_ten_steps",
     ),
     Mutation(
         "a part of one step in a hundred",
-        "watch/model_gradient.py",
+        "training/step/model_gradient.py",
         "% EVERY == 0",
         "% 100 == 0",
         f"{BACKWARD}::test_a_sum_is_checked_at_first_and_every_fiftieth_step_and_a_part_at_every_tenth",
     ),
     Mutation(
         "the part's gradient without the critic's",
-        "watch/model_gradient.py",
+        "training/step/checked_part.py",
         "for tensor in (scores.logps, scores.entropies, scores.values):",
         "for tensor in (scores.logps, scores.entropies, None):",
         f"{PARTS}::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were",
@@ -1370,14 +1370,14 @@ MUTATIONS = [
     ),
     Mutation(
         "an error of the device is a warning",
-        "watch/model_gradient.py",
+        "training/step/model_gradient.py",
         "if not refuses_a_dtype(trouble):",
         "if False:",
         f"{BACKWARD}::test_an_error_of_the_device_or_of_this_program_stops",
     ),
     Mutation(
         "a part that is compared with itself alone is proven",
-        "watch/model_gradient.py",
+        "training/step/model_gradient.py",
         'checked.unproven if alone else ""',
         '""',
         f"{BACKWARD}::test_a_part_that_is_compared_with_itself_alone_is_unproven_without_its_sum",
@@ -1503,7 +1503,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gradient under autocast is not compared",
-        "watch/model_gradient.py",
+        "training/step/model_gradient.py",
         "check_computed_gradient(distances, limit)",
         "pass",
         f"{BACKWARD}::test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared",
@@ -1517,35 +1517,35 @@ MUTATIONS = [
     ),
     Mutation(
         "one drawn sum over the limit is enough for an error",
-        "watch/model_gradient.py",
+        "training/step/model_gradient.py",
         "(len(failed) > _DRAWS // 2 or not exact.is_finite)",
         "True",
         f"{BACKWARD}::test_the_majority_of_five_drawn_sums_is_judged",
     ),
     Mutation(
         "sums in half precision are over sampled ids",
-        "watch/model_gradient.py",
+        "training/step/model_gradient.py",
         "if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:",
         "if False:",
         f"{BACKWARD}::test_a_policy_that_is_certain_has_right_gradients_in_bf16_too",
     ),
     Mutation(
         "one drawn sum is enough for an error",
-        "watch/model_gradient.py",
+        "training/step/model_gradient.py",
         "if limit < distances[0] < math.inf else ():",
         "if False else ():",
         f"{BACKWARD}::test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared",
     ),
     Mutation(
         "an overflow is drawn again",
-        "watch/model_gradient.py",
+        "training/step/model_gradient.py",
         "if limit < distances[0] < math.inf else ():",
         "if not distances[0] <= limit else ():",
         f"{BACKWARD}::test_a_gradient_that_is_not_finite_under_autocast_is_not_drawn_again",
     ),
     Mutation(
         "a gradient of an earlier step is cleared",
-        "watch/model_gradient.py",
+        "training/step/model_gradient.py",
         "if any(map(bool, on_host([p.grad.any() for p in named.values() if p.grad is not None]))):",
         "if False:",
         f"{BACKWARD}::test_a_gradient_that_is_left_from_before_stays_for_its_own_proof",
@@ -2199,21 +2199,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a generation that is judged twice is pooled twice",
-        "watch/engine.py",
+        "training/generate/proofs/proofs.py",
         "pool = PooledGap() if again else self._pool",
         "pool = self._pool",
         "tests/parity/test_decomposition.py",
     ),
     Mutation(
         "a resumed run forgets the tokens whose means wait",
-        "watch/engine.py",
+        "training/generate/proofs/proofs.py",
         'self._pool = PooledGap(GapStats(**entry.get("waiting", {})))',
         "pass",
         "tests/verify/test_receipts_read_back.py",
     ),
     Mutation(
         "the receipt says that a generation judged twice was judged the second time",
-        "watch/engine.py",
+        "training/generate/proofs/proofs.py",
         "            if not again:\n                self._judged",
         "            if True:\n                self._judged",
         "tests/parity/test_decomposition.py",
@@ -2304,7 +2304,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ids beyond the vocabulary are accepted",
-        "engines/answers.py",
+        "contract/answers.py",
         "or (vocab_size is not None and strange >= vocab_size)",
         "",
         "tests/engines/test_answers.py",
@@ -2382,7 +2382,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the gradients of the first pack alone are compared",
-        "watch/loss_gradient.py",
+        "training/step/loss_gradient.py",
         "        self._watched.append((batch, found))",
         "        if not self._watched:\n            self._watched.append((batch, found))",
         "tests/parity/step/test_slopes.py",
@@ -2403,7 +2403,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a token counts as routed otherwise only if all its experts differ",
-        "watch/gap_explained.py",
+        "watch/expert_routing.py",
         "differing += int((one != other).any(-1).sum())",
         "differing += int((one != other).all(-1).sum())",
         "tests/parity/test_routing.py",
@@ -2438,7 +2438,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step beyond the limits of the gap",
-        "watch/engine.py",
+        "training/generate/proofs/proofs.py",
         "raise self._explained.error(",
         "return self._explained.error(",
         "tests/training/test_trainer.py::test_raw_log_probs_at_another_temperature_are_refused",
@@ -3088,7 +3088,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a ban of one token counts the ids of one call",
-        "engines/filters/distribution.py",
+        "contract/sampling.py",
         "several = any(len(word) > 1 for word in self.bad_words)",
         "several = bool(self.bad_words)",
         f"{PICTURE_TURNS}::test_a_prompt_with_pictures_goes_on_with_text_and_after_an_interruption",
@@ -3137,7 +3137,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a question on another picture counts as one that was trained on",
-        "watch/rewards.py",
+        "training/generate/proofs/evaluation.py",
         "() if prompt.pictures is None else prompt.pictures.digests",
         "()",
         f"{PICTURE_RUNS}::test_a_question_on_another_picture_is_held_out",
@@ -3172,7 +3172,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an answer after other pictures is taken",
-        "engines/answers.py",
+        "contract/answers.py",
         "if asked != used:",
         "if False:",
         f"{PICTURE_RUNS}::test_an_answer_after_the_pictures_of_another_request_is_refused",
@@ -3368,7 +3368,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the trainer learns from the pixels that an engine hands back",
-        "engines/inbox.py",
+        "contract/inbox.py",
         "completion = replace(completion, pictures=request.pictures)",
         "pass",
         "tests/images/test_pictures_verified.py::test_every_fault_of_pictures_is_caught",
@@ -3725,7 +3725,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first proof of a run is not announced",
-        "run/source.py",
+        "training/generate/source.py",
         '        with busy(_PROVING, self._clock.progress):\n            self._ranks.on_owner("start"',
         '        if True:\n            self._ranks.on_owner("start"',
         "tests/cli/test_method_commands.py",
@@ -3837,7 +3837,7 @@ MUTATIONS = [
     ),
     Mutation(
         "vLLM is not told which implementation of the model to take",
-        "run/engine.py",
+        "training/generate/engine.py",
         '"auto" if config.vllm_model_impl == "vllm" else config.vllm_model_impl',
         '"auto"',
         "tests/training/test_model_implementations.py::test_a_run_samples_with_the_implementation_of_transformers",
@@ -4098,7 +4098,7 @@ MUTATIONS = [
     ),
     Mutation(
         "engines: longrope's border is looked at before the model is loaded",
-        "run/engine.py",
+        "training/generate/engine.py",
         "min(longest, context_length(found) or longest), by_capacity=on_vllm)",
         "1, by_capacity=on_vllm)",
         "tests/training/test_family_attention.py::test_a_border_that_every_sequence_crosses_is_seen_before_the_model_is_loaded",
@@ -4126,21 +4126,21 @@ MUTATIONS = [
     ),
     Mutation(
         "limits: a batch with too many ids is refused before it is sent",
-        "engines/answers.py",
+        "contract/answers.py",
         "        check_limits(sampling, limits)\n",
         "",
         "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
     ),
     Mutation(
         "limits: the engine takes as many ids as its table has places",
-        "engines/vllm/limits.py",
+        "contract/answers.py",
         "if number > most:",
         "if number >= most:",
         "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
     ),
     Mutation(
         "limits: the words of bad_words have a table for all their ids",
-        "engines/vllm/limits.py",
+        "contract/answers.py",
         "words = sum(map(len, sampling.bad_words))",
         "words = max(map(len, sampling.bad_words), default=0)",
         "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
@@ -4155,7 +4155,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scores: only finite log-probs count as such",
-        "engines/answers.py",
+        "contract/answers.py",
         "finite = sum(map(math.isfinite, found))",
         "finite = len(found)",
         "tests/engines/test_answers.py::test_a_log_prob_that_is_not_finite_is_not_counted_as_one",
@@ -4247,7 +4247,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: a part of a step is read inside its backward",
-        "watch/model_gradient.py",
+        "training/step/checked_part.py",
         "flow += gradient.detach()",
         "flow += gradient.detach().cpu().to(flow.device)",
         COUNTS[1],
@@ -4261,7 +4261,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: a probe casts a whole vocabulary",
-        "engines/probe.py",
+        "contract/probe.py",
         "PROBED_ROWS = 8192",
         "PROBED_ROWS = 1 << 30",
         f"{ON_A_GPU}::test_a_probe_of_a_large_vocabulary_takes_the_memory_of_a_few_rows",
@@ -4338,49 +4338,49 @@ MUTATIONS = [
     ),
     Mutation(
         "keyed digest: the last chunk of a tensor counts",
-        "engines/device_digest.py",
+        "contract/device_digest.py",
         "for part in words.split(_CHUNK)]",
         "for part in words.split(_CHUNK)[:1]]",
         f"{DIGESTS}::test_chunks_and_levels_give_the_digest_of_the_definition",
     ),
     Mutation(
         "keyed digest: each level has multipliers of its own",
-        "engines/device_digest.py",
+        "contract/device_digest.py",
         "_row_sums(part, level)",
         "_row_sums(part, multipliers[0])",
         f"{DIGESTS}::test_chunks_and_levels_give_the_digest_of_the_definition",
     ),
     Mutation(
         "keyed digest: name, dtype and shape count",
-        "engines/device_digest.py",
+        "contract/device_digest.py",
         "json.dumps([name, str(tensor.dtype), list(tensor.shape)])",
         "json.dumps([])",
         f"{DIGESTS}::test_exchanged_tensors_rows_and_shards_and_other_outlines_are_seen",
     ),
     Mutation(
         "keyed digest: a key that repeats is refused",
-        "engines/device_digest.py",
+        "contract/device_digest.py",
         "    if key in _drawn:",
         "    if False:",
         f"{KEYED}::test_every_push_has_a_key_of_its_own_and_a_key_that_repeats_is_refused",
     ),
     Mutation(
         "keyed digest: every push draws a key",
-        "engines/device_digest.py",
+        "contract/device_digest.py",
         "key = secrets.randbits(KEY_BITS)",
         "key = len(_drawn)",
         f"{KEYED}::test_every_push_has_a_key_of_its_own_and_a_key_that_repeats_is_refused",
     ),
     Mutation(
         "keyed digest: what a push leaves out is compared under the key of the push that sent it",
-        "engines/tensor_specs.py",
+        "contract/tensors.py",
         "key_of(like[name].digest) for",
         "push.key for",
         f"{KEYED}::test_pushes_of_what_changed_send_it_and_nothing_else",
     ),
     Mutation(
         "keyed digest: the same memory under another name is digested again",
-        "engines/tensor_specs.py",
+        "contract/tensors.py",
         'names = ["" if key is None else name for',
         'names = ["" for',
         f"{KEYED}::test_memory_that_was_written_to_is_digested_again_within_a_push",

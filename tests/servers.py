@@ -20,11 +20,11 @@ import torch
 from forked import Program
 from hosts import Host
 
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.errors import LockstepError
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.wire.gloo import NCCL

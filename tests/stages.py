@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.verify.stage import Stage, open_stage, stage_config
 

@@ -31,9 +31,10 @@ import numpy as np
 import torch
 
 from benchmarks.host.cost_plot import drawing
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests.messages import completion_from
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.engines.vllm.requests.conversion import completion
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.report.phases import PhaseClock

@@ -115,8 +115,8 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     """The counted functions: name of the proof, owner of the functions, their names, and a function that tells when they count."""
     import torch
 
-    import lockstep.engines.inbox as inbox
-    import lockstep.engines.tensor_specs as reading
+    import lockstep.contract.inbox as inbox
+    import lockstep.contract.tensors as reading
     import lockstep.rollouts.driver as driver
     import lockstep.run.loop as loop
     import lockstep.training.step.generation as generation

@@ -32,7 +32,7 @@ import msgspec
 from benchmarks.against_trl.workloads import make_model
 from benchmarks.sampling.engine import requests, started
 from benchmarks.sampling.settings import machine
-from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.engines.vllm.requests.conversion import completion, sampling_params
 
 FILTERS: dict[str, dict[str, float]] = {

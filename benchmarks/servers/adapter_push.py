@@ -19,8 +19,9 @@ from typing import Any
 import peft
 import torch
 
+from lockstep.contract.protocol import Engine, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.adapters.in_process import adapter_arguments
-from lockstep.engines.protocol import Engine, GenerationRequest, RequestKey, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.adapters import add_adapter

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedModel
 
+from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
 from lockstep.engines.http.server_calls import ServerCalls, check_urls
 from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.models.autocast import Precision
 from lockstep.server.keys import key_for

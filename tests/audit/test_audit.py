@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from lockstep.audit import evidence
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.cli.main import main
-from lockstep.engines.filters.scored_as import Distribution
+from lockstep.contract.scored_as import Distribution
 from lockstep.engines.protocol import Sampling
 
 

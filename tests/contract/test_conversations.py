@@ -18,8 +18,9 @@ from test_engine_contract import forward_logits
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, derived_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, derived_seed
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import LockstepError
 from lockstep.models.autocast import Precision

@@ -17,7 +17,8 @@ from conftest import VLLM, start
 from tiny import make_model
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm import in_process, sleep
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError

@@ -12,7 +12,8 @@ from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.patches.eager import count_at_least
 from lockstep.models.policy import load_policy

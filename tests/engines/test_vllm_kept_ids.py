@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import make_model
 
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.patches.kept_ids import kept_ids_from, kept_rows, record_kept_ids
 from lockstep.sync.push import push_weights

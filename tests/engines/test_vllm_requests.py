@@ -12,8 +12,9 @@ from conftest import needs_vllm
 from tiny import CONTEXT, make_model
 
 from lockstep import GRPOConfig
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.http.requests.messages import generation_body
-from lockstep.engines.protocol import GenerationRequest, Grammar, RequestKey, Sampling
 from lockstep.engines.vllm import in_process as vllm_inprocess
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.patches.weight_files import find_files_by_name

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.models.policy import load_policy

@@ -16,8 +16,8 @@ from test_push import Recorder
 from tiny import make_model
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from lockstep.engines import tensor_specs
-from lockstep.engines.protocol import Engine, LoadedWeights
+from lockstep.contract import tensors as tensor_specs
+from lockstep.contract.protocol import Engine, LoadedWeights
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.autocast import Precision

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from test_transports import Worker
 from tiny import make_model
 
-from lockstep.engines.held import HeldWeights
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import HeldWeights, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.sync.changes import LastPush, Update

@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny import make_model
 
+from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import tensor_digest, tensor_specs
 from lockstep.engines.http.requests.messages import loaded_by
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import tensor_digest, tensor_specs
 from lockstep.errors import InputError, ProofError
 from lockstep.sync.changes import Update
 from lockstep.sync.push import check_loaded, push_weights

@@ -12,7 +12,8 @@ from tiny import make_model, perturbed, save_model
 from transformers import PreTrainedModel
 
 import lockstep.sync.vllm.backend
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.settings import effective_settings
 from lockstep.errors import ProofError

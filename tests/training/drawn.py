@@ -22,9 +22,8 @@ from reference import Tree, branches_of, sampled_places
 from reference_methods import Drawn
 from subjects import Subject
 
-from lockstep.watch.evidence import TokenEvidence
 from lockstep import OnlineDPOConfig
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.models.adapters import causal_model
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
@@ -36,6 +35,7 @@ from lockstep.training.step.generation import prepare_generation, sequences_of
 from lockstep.training.step.score_all import score_all
 from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.watch.evidence import TokenEvidence
 
 # Gives the scalar loss of one optimizer step by the reference.
 ReferenceLoss = Callable[[Subject, Drawn, slice], torch.Tensor]

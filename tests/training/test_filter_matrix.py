@@ -26,8 +26,8 @@ from servers import connect, serve
 from tiny import CONTEXT, make_tokenizer
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.distribution import Grammar, Sampling
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.policy import load_policy
@@ -40,9 +40,10 @@ from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
 from lockstep.training.step.generation import sequences_of
+from lockstep.training.step.update import hidden_states
 from lockstep.watch.gap import measure_gap, over_limits
 from lockstep.watch.kept_sets import KeptSetProof
-from lockstep.watch.rows_of_logits import DrawnRows, hidden_states
+from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.tolerances import tolerance
 
 VERSION = 3

@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.distribution import Grammar, Sampling
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
+from lockstep.training.step.update import hidden_states
 from lockstep.watch.kept_sets import KeptSetProof
-from lockstep.watch.rows_of_logits import DrawnRows, hidden_states
+from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.tolerances import tolerance
 
 REGEX = Grammar("regex", r"[a-m]+( [0-9]{2})*")

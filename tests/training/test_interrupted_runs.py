@@ -19,8 +19,8 @@ from tiny import make_tokenizer
 import lockstep
 import lockstep.training.forward.policy
 import lockstep.training.step.generation
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, Engine
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.rollouts.group import Rollout
 from lockstep.rollouts.programs.interruptions import Interruption

@@ -20,7 +20,6 @@ from reference import padded_logps, reference_loss, sampled_places
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.watch.evidence import TokenEvidence
 from lockstep.algorithms.policy_loss import token_weights
 from lockstep.report.phases import PhaseClock
 from lockstep.training.batch.pack import pack_rows, pack_sequences
@@ -32,6 +31,7 @@ from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.step.score_all import score_all
 from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.watch.evidence import TokenEvidence
 
 MODELS = {kind: make_model(kind, tied=kind == "llama") for kind in ("qwen2", "llama")}
 # In double precision a difference is a mistake and not rounding, even if the drawn step is degenerate.

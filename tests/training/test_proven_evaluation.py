@@ -17,8 +17,8 @@ from methods import GROUPS, PROMPTS
 from portions import portion
 from transformers import EarlyStoppingCallback
 
-from lockstep.watch.evidence import TokenEvidence
-from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.contract.protocol import Completion, Engine
+from lockstep.engines.protocol import RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.run.trainers.online import OnlineTrainer
@@ -26,6 +26,7 @@ from lockstep.tokens.arrays import reals
 from lockstep.training.step.generation import sequences_of
 from lockstep.training.step.update import learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.watch.evidence import TokenEvidence
 from lockstep.watch.rewards import drawn_sequences
 
 HELD_OUT = Dataset.from_dict({"prompt": [f"how much is {i} - 1" for i in range(5)], "answer": list(range(5))})

@@ -23,7 +23,6 @@ from test_packing import gradients as taken
 from transformers import AutoModelForCausalLM, DogeConfig, PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
-from lockstep.watch.evidence import TokenEvidence
 from lockstep.errors import InputError
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -36,6 +35,7 @@ from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.step.router_loss import router_loss
 from lockstep.training.step.update import learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.watch.evidence import TokenEvidence
 
 KINDS = ("mixtral", "olmoe", "qwen3_moe")
 # In double precision a difference is a mistake and not rounding. The usual kernel of experts does not take it.

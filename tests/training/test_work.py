@@ -14,7 +14,7 @@ from methods import ALONE, FIELDS, GROUPS, PAIRS, logs, lora, make, reference_of
 from work import TWO_GROUPS, agreeing, all_apart, names_of, scored_in_part, worked
 
 from lockstep.algorithms.masks import high_entropy_mask
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence, column

@@ -10,9 +10,10 @@ import pytest
 import torch
 from tiny import make_model
 
-from lockstep.engines.filters.sampling import filtered
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.filters import filtered
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
+from lockstep.engines.protocol import RequestKey, Sampling
 from lockstep.models.autocast import Precision
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.verify.logprob_checks import _semantics_row

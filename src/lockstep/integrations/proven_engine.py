@@ -15,8 +15,9 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.answers import check_answers
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, request_seed
+from lockstep.contract.answers import check_answers
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.images.pictures import PromptPictures
 from lockstep.models.autocast import Precision
 from lockstep.rollouts.recovery import Recovery

@@ -11,7 +11,7 @@ import json
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.rollouts.group import Prompt, Rollout, Seal
 from lockstep.tokens.arrays import joined
 from lockstep.tokens.digest import digest_of

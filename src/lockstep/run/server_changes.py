@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from lockstep.contract.protocol import Engine
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Engine
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.homes import expanded
 from lockstep.report.busy import busy

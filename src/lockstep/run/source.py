@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import Engine, Sampling
+from lockstep.contract.protocol import Engine
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts

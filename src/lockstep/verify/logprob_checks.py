@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion, Sampling
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
+from lockstep.contract.tensors import dtype_name
+from lockstep.engines.protocol import Sampling
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.report.phases import PhaseClock

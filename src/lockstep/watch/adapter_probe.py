@@ -12,8 +12,8 @@ import random
 import torch
 from torch.nn.functional import linear
 
+from lockstep.contract.probe import probe_vector
 from lockstep.engines.adapters.receiver import DOWN, UP, AdapterReceiver
-from lockstep.engines.probe import probe_vector
 from lockstep.errors import ProofError
 from lockstep.sync.adapters.source import AdapterSource
 from lockstep.to_device import on_host

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import ProbedEngine, Sampling
+from lockstep.contract.protocol import ProbedEngine
+from lockstep.engines.protocol import Sampling
 from lockstep.models.autocast import Precision
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.gap import GapStats, measure_gap

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.engines.filters.scored_as import Distribution
+from lockstep.contract.scored_as import Distribution
 from lockstep.engines.protocol import Sampling
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import SmallIds

@@ -23,9 +23,10 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
 from lockstep.definitions.quantisation import quantised_linear, quantised_rows
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion, Sampling
+from lockstep.engines.protocol import Sampling
 from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import Precision, autocast_dtype
 from lockstep.sync.adapters.merged import weights_of

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from lockstep.engines.device_digest import new_key
-from lockstep.engines.tensor_specs import one_push
+from lockstep.contract.device_digest import new_key
+from lockstep.contract.tensors import one_push
 from lockstep.errors import ProofError
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.shards.model import sharded

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.device_digest import key_for
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion
-from lockstep.engines.tensor_specs import digests_of
+from lockstep.contract.device_digest import key_for
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
+from lockstep.contract.tensors import digests_of
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.rollouts.group import RolloutGroup

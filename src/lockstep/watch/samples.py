@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import Ids, Reals, joined
 

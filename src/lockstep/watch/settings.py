@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.contract.sampling import Sampling
 from lockstep.definitions.interruption import broken_rule
 from lockstep.definitions.settings import UserSettings, weighted_sum
-from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
 from lockstep.errors import ProofError
 from lockstep.models.cuda import rounds_products
 from lockstep.tokens.arrays import Ids

@@ -11,8 +11,9 @@ import pytest
 import torch
 from tiny import make_model
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
+from lockstep.engines.protocol import RequestKey, Sampling
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup

@@ -22,8 +22,8 @@ from portions import portion
 
 import lockstep.training.step.generation as preparing
 import lockstep.watch.loss_gradient as flowing
+from lockstep.contract.protocol import Engine
 from lockstep.definitions import advantages as define
-from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.watch.loss_gradient import check

@@ -28,7 +28,8 @@ from by_the_book import kept_set, shaped
 from methods import GROUPS, lora, make
 from tiny import make_model, save
 
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.sleep import weight_digests
 from lockstep.errors import InputError

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from lockstep.engines.protocol import LoadedWeights
+from lockstep.contract.protocol import LoadedWeights
 
 # Suffixes of the names of an adapter's two tensors. The name of the adapted layer comes before them.
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
@@ -86,7 +86,7 @@ class AdapterReceiver(Protocol):
         """Serve again. Every new request uses the new adapter; each older request ends with the adapter that it began with."""
 
     def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-        """Outputs of adapted layers for the probe vector of the layer's name (`engines/probe.py`).
+        """Outputs of adapted layers for the probe vector of the layer's name (`contract/probe.py`).
 
         Returns:
             (3, outputs) float32 per layer: the outputs with the adapter, the outputs without it, and their difference.

@@ -18,11 +18,11 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
+from lockstep.contract.probe import sendable
+from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import dtype_name, tensor_specs
 from lockstep.engines.adapters.cpu_kernel import use_cpu_kernel
 from lockstep.engines.adapters.receiver import DOWN
-from lockstep.engines.probe import sendable
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import dtype_name, tensor_specs
 
 Named = tuple[str, torch.Tensor]
 

@@ -23,7 +23,8 @@ import httpx
 import msgspec
 
 from lockstep import bounded_http
-from lockstep.engines.http.call_loop import CallLoop, Pending
+from lockstep.call_loop import CallLoop, Pending
+from lockstep.contract.protocol import EngineSettings
 from lockstep.engines.http.greeting import (
     GREETING,
     LIMIT_HEADER,
@@ -33,7 +34,6 @@ from lockstep.engines.http.greeting import (
     make_nonce,
     server_proof,
 )
-from lockstep.engines.protocol import EngineSettings
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.homes import expanded

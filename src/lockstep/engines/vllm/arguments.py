@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.tensors import dtype_name
 from lockstep.engines.vllm.patches.norms import CPU_NORMS
 from lockstep.errors import InputError, one_line
 from lockstep.model_files import load_files
@@ -27,7 +27,7 @@ WORKER_EXTENSION = "lockstep.sync.vllm.worker.LockstepWorker"
 # Keys of a request's `extra_args` (`engines/vllm/patches/kept_ids.py`): the largest number of kept ids per token, and bad words as
 # ids.
 MAX_KEPT_IDS, BAD_WORDS = "lockstep_max_kept_ids", "lockstep_bad_words"
-# The library that makes the masks of grammars, in the engine and in the trainer (`engines/filters/grammars.py`). Without this
+# The library that makes the masks of grammars, in the engine and in the trainer (`contract/grammars.py`). Without this
 # setting, vLLM would choose a library for each request.
 GRAMMAR_BACKEND = "xgrammar"
 

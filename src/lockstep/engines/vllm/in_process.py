@@ -1,7 +1,7 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
 The scheduler is in this process. The model is in this process too, or it is split over worker processes (`engines/vllm/workers/`).
-Requests come from an inbox (`engines/inbox.py`). The engine gives their ids to vLLM's engine loop, with their key as the request
+Requests come from an inbox (`contract/inbox.py`). The engine gives their ids to vLLM's engine loop, with their key as the request
 id. Weights come through vLLM's weight-transfer API with the backend of `sync/vllm/backend.py`. vLLM finds that backend through the
 entry point in pyproject.toml.
 """
@@ -18,12 +18,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from lockstep.engines.adapters.in_process import AdaptersInProcess
-from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.engines.http.requests.messages import agreed_answers
-from lockstep.engines.inbox import Inbox, answer_all
-from lockstep.engines.probe import EngineModules
-from lockstep.engines.protocol import (
+from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
+from lockstep.contract.inbox import Inbox, answer_all
+from lockstep.contract.probe import EngineModules
+from lockstep.contract.protocol import (
     Completion,
     EngineSettings,
     GenerationRequest,
@@ -31,6 +29,8 @@ from lockstep.engines.protocol import (
     OnAnswer,
     RequestKey,
 )
+from lockstep.engines.adapters.in_process import AdaptersInProcess
+from lockstep.engines.http.requests.messages import agreed_answers
 from lockstep.engines.vllm.arguments import (
     check_adapters,
     check_quantization,

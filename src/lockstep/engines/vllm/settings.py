@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from lockstep.engines.model_fields import fields_of_parts
-from lockstep.engines.protocol import EngineSettings
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.model_fields import fields_of_parts
+from lockstep.contract.protocol import EngineSettings
+from lockstep.contract.tensors import dtype_name
 from lockstep.engines.vllm.arguments import NEUTRAL_SAMPLING
-from lockstep.engines.vllm.limits import request_limits
 
 
 def effective_settings(vllm_config: Any) -> dict[str, Any]:
@@ -108,3 +107,24 @@ def changed_settings(before: EngineSettings, now: EngineSettings) -> str:
         else:
             changes.append(f"{name} was {old!r} and is {new!r}")
     return "; ".join(changes)
+
+
+def request_limits(vllm_config: Any) -> dict[str, int]:
+    """The largest number of ids that one request may name, per setting; empty: there is no limit.
+
+    Returns:
+        `allowed_token_ids`, `logit_bias`: ids. `end_ids`: ids, in a request with `min_tokens`. `bad_words`: sequences of ids.
+        `bad_word_ids`: ids of all these sequences together.
+    """
+    if not vllm_config.use_v2_model_runner:
+        return {}
+    from vllm import envs
+    from vllm.v1.worker.gpu.sample import logit_bias
+
+    return {
+        "allowed_token_ids": logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS,
+        "logit_bias": logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS,
+        "end_ids": logit_bias.MAX_NUM_STOP_TOKEN_IDS,
+        "bad_words": envs.VLLM_MAX_NUM_BAD_WORDS,
+        "bad_word_ids": envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS,
+    }

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from lockstep.engines.device_digest import new_key
-from lockstep.engines.tensor_specs import digests_of
+from lockstep.contract.device_digest import new_key
+from lockstep.contract.tensors import digests_of
 from lockstep.errors import InputError, LockstepError, ProofError
 
 if TYPE_CHECKING:

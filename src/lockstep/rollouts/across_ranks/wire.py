@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.rollouts.across_ranks.pictures_wire import pictures_from_wire, pictures_to_wire
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, Seal, TurnEnd

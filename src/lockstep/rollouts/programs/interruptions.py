@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.engines.protocol import Sampling, derived_seed
+from lockstep.contract.protocol import derived_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.rollouts.conversation import Conversation, Program, check_several_calls
 from lockstep.tokens.arrays import Ids

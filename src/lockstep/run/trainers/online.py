@@ -19,9 +19,9 @@ from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from lockstep.contract.protocol import Engine
 from lockstep.definitions.optimizer import optimizer_fields
 from lockstep.definitions.settings import user_settings
-from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model

@@ -23,9 +23,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.utils.nccl import unpinned_nccl_env
 
-from lockstep.engines.held import HeldWeights
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import Begun, begin_specs, one_push
+from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import Begun, HeldWeights, begin_specs, one_push
 from lockstep.sync.changes import Update
 from lockstep.sync.vllm.reload import (
     begin_reload,

@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.tensors import dtype_name
 
 # The attribute in which vLLM keeps a module's packed weight on a CPU: a function that multiplies by this weight.
 _PACKED_WEIGHT = "cpu_linear"

@@ -11,8 +11,8 @@ import uuid
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.engines.probe import encode_floats
-from lockstep.engines.protocol import LoadedWeights
+from lockstep.contract.probe import encode_floats
+from lockstep.contract.protocol import LoadedWeights
 from lockstep.engines.vllm.settings import effective_settings, splits_prompts
 from lockstep.sync.wire.cuda_ipc import read_test_buffer
 from lockstep.sync.wire.deltas import available_bytes

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.contract.tensors import push_key
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
-from lockstep.engines.tensor_specs import push_key
 from lockstep.errors import EngineLost
 from lockstep.report.waits import waiting
 from lockstep.sync.changes import may_be_base, meta_tensors, pieces

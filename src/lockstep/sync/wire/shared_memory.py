@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from lockstep.contract.tensors import push_key
 from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
-from lockstep.engines.tensor_specs import push_key
 from lockstep.errors import InputError
 from lockstep.sync.changes import meta_tensors, pieces
 from lockstep.sync.wire.chunks import Named, TensorPlace, chunks, layout, views

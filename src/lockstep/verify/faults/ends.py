@@ -16,7 +16,8 @@ import torch
 
 import lockstep.engines.transformers_engine as transformers_engine
 import lockstep.engines.vllm.requests.conversion as vllm_requests
-from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.contract.sampling import Sampling
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.end import end_ids
 from lockstep.verify.faults.filters import samples_with

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 import lockstep.engines.transformers_engine as transformers_engine
-from lockstep.engines.filters.distribution import Grammar
-from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.tokens.arrays import small_ids, whole_numbers
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import lockstep.engines.vllm.requests.conversion as vllm_requests
 import lockstep.training.step.update as updating
-from lockstep.engines.protocol import GenerationRequest
+from lockstep.contract.protocol import GenerationRequest
 from lockstep.verify.faults.seams import Fault, Patch, is_vllm, requests_become, user_asks
 from lockstep.verify.stage import Stage
 

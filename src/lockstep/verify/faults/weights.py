@@ -13,8 +13,8 @@ from torch.nn.functional import linear
 import lockstep.sync.push as push_module
 import lockstep.watch.modules as probe_module
 import lockstep.watch.push as proofs_module
-from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
-from lockstep.engines.tensor_specs import Begun
+from lockstep.contract.protocol import LoadedWeights, TensorSpec, WeightReceiver
+from lockstep.contract.tensors import Begun
 from lockstep.models.checkpoint_names import expert_names
 from lockstep.shards.model import ShardedModel
 from lockstep.sync.changes import Update

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import msgspec
 import torch
 
-from lockstep.engines.protocol import GenerationRequest
+from lockstep.contract.protocol import GenerationRequest
 from lockstep.engines.vllm.requests.pictures import piece_places, piece_tensors
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import Picture, PromptPictures

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.utils import get_packed_modules_mapping
 
-from lockstep.engines.probe import (
+from lockstep.contract.probe import (
     PROBED_ROWS,
     EngineModules,
     ModuleKind,

@@ -13,7 +13,7 @@ import torch
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
 
-from lockstep.engines.tensor_specs import codes_digest
+from lockstep.contract.tensors import codes_digest
 
 _SCHEMES = {Fp8PtpcOnlineLinearMethod: "fp8_per_channel"}
 

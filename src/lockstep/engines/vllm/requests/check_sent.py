@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.engines.protocol import GenerationRequest
+from lockstep.contract.protocol import GenerationRequest
 from lockstep.engines.vllm.arguments import BAD_WORDS
 from lockstep.errors import ProofError
 

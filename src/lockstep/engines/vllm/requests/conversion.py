@@ -1,6 +1,6 @@
 """Conversions between our types and vLLM's: requests to `SamplingParams`, and vLLM's outputs to completions.
 
-The engines that use vLLM call these functions. `engines/answers.py` then checks every completion.
+The engines that use vLLM call these functions. `contract/answers.py` then checks every completion.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from lockstep.engines.filters.grammars import as_ebnf
-from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, Grammar, RequestKey, Sampling
+from lockstep.contract.grammars import as_ebnf
+from lockstep.contract.protocol import Completion, FinishReason, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.vllm.arguments import BAD_WORDS, MAX_KEPT_IDS
 from lockstep.engines.vllm.patches.kept_ids import kept_ids_from
 from lockstep.errors import InputError, LockstepError, ProofError

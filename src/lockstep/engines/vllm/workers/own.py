@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.engines.protocol import EngineSettings, LoadedWeights
+from lockstep.contract.protocol import EngineSettings, LoadedWeights
 from lockstep.engines.vllm.settings import effective_settings, settings_from
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.contract.protocol import EngineSettings, LoadedWeights
 from lockstep.engines.adapters.transfer import AdapterCalls, one_acknowledgement
 from lockstep.engines.http.requests.messages import loaded_by
 from lockstep.engines.http.transport import WeightReceiverCalls, WeightTransport
-from lockstep.engines.protocol import EngineSettings, LoadedWeights
 from lockstep.engines.vllm.settings import differing_settings, only_dtype, settings_from
 from lockstep.engines.vllm.workers.environment import leave_signals_to_trainer
 from lockstep.errors import LockstepError, ProofError

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import GenerationRequest, RequestKey, request_seed
+from lockstep.contract.protocol import GenerationRequest, RequestKey, request_seed
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import PromptPictures
 from lockstep.images.prompts import ImagePrompts

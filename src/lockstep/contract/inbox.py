@@ -2,24 +2,96 @@
 
 `rollouts/driver.py` puts requests into the inbox, from the thread of its event loop. The engine takes them in its own thread
 whenever it can, also between two of its steps. It answers each request as soon as its completion is finished. The inbox matches
-answers to requests by key, and checks each answer with `engines/answers.py` before it hands the completion over. When the engine
-asks for requests, its thread also does what programs have handed to it (`engines/errands.py`).
+answers to requests by key, and checks each answer with `contract/answers.py` before it hands the completion over. When the engine
+asks for requests, its thread also does what programs have handed to it (`Errands`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
-from lockstep.engines.answers import check_answer, missing_answers, second_answer, unexpected_answer
-from lockstep.engines.errands import Errands
-from lockstep.engines.protocol import Completion, GenerationRequest, OnAnswer, RequestKey
+from lockstep.call_loop import Pending
+from lockstep.contract.answers import check_answer, missing_answers, second_answer, unexpected_answer
+from lockstep.contract.protocol import Completion, GenerationRequest, OnAnswer, RequestKey
 from lockstep.errors import LockstepError
 from lockstep.report.waits import waiting
+
+
+class Errands:
+    """Work that programs hand to the thread in which their engine is served, because it belongs into that thread.
+
+    Python lets only the main thread handle signals, and many objects, such as a connection to SQLite, belong to the thread that
+    made them. Therefore plain tools and environments run in the thread that calls the engine
+    (`rollouts/programs/workers.py`), as reward functions do. That thread does the work between two steps of the engine, in the
+    order in which it came. Any thread hands it in.
+
+    Attributes:
+        changed: notified about each piece of work. An inbox waits on it for requests and for work together.
+        seconds: how long all work has taken so far.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.seconds = 0.0
+        self._waiting: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+
+    def ask(self, work: Callable[[], Any]) -> Future[Any]:
+        """Hand in a piece of work. If the caller cancels the returned future first, it is not done."""
+        found: Future[Any] = Future()
+        with self.changed:
+            self._waiting.append((work, found))
+            self.changed.notify_all()
+        return found
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is work."""
+        return bool(self._waiting)
+
+    def do_next(self) -> bool:
+        """Do one piece of work in this thread. False: there is none.
+
+        Raises:
+            KeyboardInterrupt: it came while the work was done. Every other error goes to the caller who handed the work in.
+        """
+        try:
+            work, found = self._waiting.popleft()
+        except IndexError:
+            return False
+        if not found.set_running_or_notify_cancel():
+            return True
+        began = time.monotonic()
+        try:
+            found.set_result(work())
+        except KeyboardInterrupt:
+            found.set_exception(LockstepError("the run was interrupted during this call"))
+            raise
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            found.set_exception(error)
+        finally:
+            self.seconds += time.monotonic() - began
+        return True
+
+    def do_during(self, call: Pending[Any, Any], patience: float) -> None:
+        """Do all work until a call has ended, or until there is no work for `patience` seconds."""
+        call.when_done(self._wake)
+        while not call.done():
+            with self.changed:
+                if not self.changed.wait_for(lambda: self._waiting or call.done(), patience):
+                    return
+            self.do_next()
+
+    def _wake(self, _: object) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
 
 Answer = Future[Completion]
 # A function that is called with the ids that are sampled so far. It must copy what it keeps, and it must not block.
@@ -38,7 +110,7 @@ class Inbox:
         settle: returns when the programs that wait for answers have reacted to all answers that were given so far.
         waits_for: returns the names of the programs that have not ended, for an error message.
         on_answer: called with each completion before it is handed over, from the thread that answers.
-        check: a further check of an answer against its request, after the checks of `engines/answers.py`. It raises an error.
+        check: a further check of an answer against its request, after the checks of `contract/answers.py`. It raises an error.
         order: sort key of the requests that the engine takes together; None: they keep the order in which they came.
         errands: what programs hand to the engine's thread; None: nothing.
         busy: whether a program waits for something else that has a time limit of its own. Then nobody's patience ends.

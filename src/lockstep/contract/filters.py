@@ -22,8 +22,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lockstep.engines.filters.grammars import apply_mask
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.grammars import apply_mask
+from lockstep.contract.sampling import Sampling
 
 
 def processed_logprobs(
@@ -43,7 +43,7 @@ def processed_logprobs(
         prompt_ids: ids before the completion. Only the repetition penalty uses them.
         output_ids: ids sampled so far.
         end_ids: ids that end a completion. Only the minimum length uses them.
-        grammar_mask: (1, ⌈V / 32⌉) int32 mask of the ids that the request's grammar allows next (`engines/filters/grammars.py`).
+        grammar_mask: (1, ⌈V / 32⌉) int32 mask of the ids that the request's grammar allows next (`contract/grammars.py`).
 
     Returns:
         (V,) float32 log-probs, −inf outside the support.

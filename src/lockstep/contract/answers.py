@@ -10,12 +10,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from lockstep.engines.filters.kept_sets import check_kept_ids
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
-from lockstep.engines.vllm.limits import check_limits
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, ProofError
-from lockstep.tokens.arrays import Ids
+from lockstep.tokens.arrays import Ids, chosen
+from lockstep.tokens.kept_ids import KeptIds
 from lockstep.tokens.tokenizer import check_embedded
+
+# vLLM's environment variables that make two of the tables larger.
+_WORDS, _WORD_IDS = "VLLM_MAX_NUM_BAD_WORDS", "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS"
+_FIRST_RUNNER = (
+    "start vLLM with VLLM_USE_V2_MODEL_RUNNER=0 in its environment: its first model runner has no such limit"
+)
 
 
 def check_requests(
@@ -65,6 +71,46 @@ def check_request(request: GenerationRequest, version: int | None, max_model_len
             f"{request.sampling.max_tokens} new tokens it does not fit the engine's context of {max_model_len}. "
             "Shorten or drop the prompt, lower max_completion_length, or raise vllm_max_model_length"
         )
+
+
+def check_limits(sampling: Sampling, limits: Mapping[str, int]) -> None:
+    """Compare the settings of a request with the limits of its engine.
+
+    Args:
+        limits: `EngineSettings.request_limits`.
+
+    Raises:
+        InputError: a setting names more ids than the engine can take. The message says what to do.
+    """
+    words = sum(map(len, sampling.bad_words))
+    found = {
+        "allowed_token_ids": (len(sampling.allowed_token_ids or ()), "allowed_token_ids names {} ids", _FIRST_RUNNER),
+        "logit_bias": (len(sampling.logit_bias), "logit_bias names {} ids", _FIRST_RUNNER),
+        "end_ids": (
+            len(sampling.end_ids) if sampling.min_tokens else 0,
+            "min_tokens is set, and {} ids end a completion",
+            f"leave min_tokens out, or {_FIRST_RUNNER}",
+        ),
+        "bad_words": (
+            len(sampling.bad_words),
+            "bad_words has {} sequences of ids (a word may have two: with and without a space before it)",
+            f"start vLLM with {_WORDS}={len(sampling.bad_words)} in its environment",
+        ),
+        "bad_word_ids": (
+            words,
+            "the words of bad_words have {} ids together",
+            f"start vLLM with {_WORD_IDS}={words} in its environment",
+        ),
+    }
+    for name, most in limits.items():
+        number, what, advice = found[name]
+        if number > most:
+            # `end_ids` come from the model, so that a user cannot name fewer.
+            fewer = "" if name == "end_ids" else "name fewer, or "
+            raise InputError(
+                f"{what.format(number)}; the engine takes at most {most} per request (vLLM's second model runner, which it uses "
+                f"on GPUs): {fewer}{advice}"
+            )
 
 
 def check_answers(
@@ -231,5 +277,80 @@ def _mismatch(check: str, found: str) -> ProofError:
         check,
         found,
         "the engine lost, doubled or mixed up requests",
+        "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
+    )
+
+
+# Top-k keeps every id whose logit equals the k-th largest. In bfloat16 many logits are equal: at most so many, or this share of k.
+_TIES, _SHARE_OF_TIES = 256, 0.25
+# Rounding of a log-prob in float32.
+_ROUNDING = 1e-3
+
+
+def check_kept_ids(sampling: Sampling, answer: Completion, vocab_size: int | None) -> None:
+    """Check that a completion has one set for each sampled token, and that the sets follow the rules of the filters.
+
+    Args:
+        vocab_size: number of logits of the model; None if the caller does not know it.
+
+    Raises:
+        ProofError: there are sets without a filter, or no sets with a filter; their number is wrong; the ids of a set are not
+            ascending or not in the vocabulary; a sampled token is outside its set; a set is larger than the filters allow; a set
+            has one id, and the log-prob of this id is not 0.
+        InputError: a filter kept more ids than `max_kept_ids` for a token. The engine has then left the set empty.
+    """
+    kept = answer.kept_ids
+    if kept is None:
+        if sampling.is_filtered:
+            raise _kept_ids_error(answer, "does not report which ids its top-k, top-p or min-p kept")
+        return
+    if not sampling.is_filtered:
+        raise _kept_ids_error(answer, "has kept ids, but its sampling settings have no filter")
+    if len(kept) != len(answer.sampled_places):
+        raise _kept_ids_error(
+            answer, f"has {len(answer.sampled_places)} sampled tokens and {len(kept)} sets of kept ids"
+        )
+    sizes = kept.sizes
+    if not sizes.all() or sizes.max() > sampling.max_kept_ids:
+        raise InputError(
+            f"request {answer.key}: the filters kept more than max_kept_ids={sampling.max_kept_ids} ids for one token. Set top_k "
+            "too, which bounds the sets, or raise max_kept_ids"
+        )
+    _check_ids(answer, kept, vocab_size)
+    _check_rules(sampling, answer, kept)
+
+
+def _check_ids(answer: Completion, kept: KeptIds, vocab_size: int | None) -> None:
+    if kept.ids.min() < 0 or (vocab_size is not None and kept.ids.max() >= vocab_size):
+        raise _kept_ids_error(answer, f"has kept ids from {kept.ids.min()} to {kept.ids.max()}, outside the vocabulary")
+    is_ascending = np.diff(kept.ids) > 0
+    is_ascending[kept.ends[:-1] - 1] = True
+    if not is_ascending.all():
+        raise _kept_ids_error(answer, "has a set of kept ids that are not ascending")
+    own = kept.ids == np.repeat(chosen(answer.token_ids, answer.sampled), kept.sizes)
+    outside = np.flatnonzero(~np.logical_or.reduceat(own, kept.ends - kept.sizes))
+    if len(outside):
+        raise _kept_ids_error(
+            answer, f"has {len(outside)} tokens outside their own set of kept ids; the first one is token {outside[0]}"
+        )
+
+
+def _check_rules(sampling: Sampling, answer: Completion, kept: KeptIds) -> None:
+    sizes, logprobs = kept.sizes, answer.sampled_logprobs.astype(np.float64)
+    if sampling.top_k and sizes.max() > sampling.top_k + max(_TIES, _SHARE_OF_TIES * sampling.top_k):
+        raise _kept_ids_error(answer, f"has a set of {sizes.max()} kept ids, with top_k={sampling.top_k}")
+    if (np.abs(logprobs[sizes == 1]) > _ROUNDING).any():
+        raise _kept_ids_error(answer, "has a set of one kept id, and the log-prob of that id is not 0")
+    if sampling.min_p > 0 and (logprobs < np.log(sampling.min_p / sizes) - _ROUNDING).any():
+        # The most probable of n kept ids has a probability of at least 1 / n.
+        raise _kept_ids_error(answer, f"has a token that is less likely than min_p={sampling.min_p} allows")
+
+
+def _kept_ids_error(answer: Completion, found: str) -> ProofError:
+    return ProofError(
+        "kept_ids",
+        f"request {answer.key} {found}",
+        "the engine did not apply the filters of the request, lost its record of the kept ids, or mixed up requests",
+        "start the engine as Lockstep starts it, on vLLM's first model runner (VLLM_USE_V2_MODEL_RUNNER=0); if it was started so, "
         "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.engines.filters.distribution import Grammar
+from lockstep.contract.sampling import Grammar
 from lockstep.errors import InputError, ProofError
 
 if TYPE_CHECKING:

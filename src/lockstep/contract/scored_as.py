@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from lockstep.engines.filters.grammars import GrammarCompiler
-from lockstep.engines.filters.sampling import filtered, shaped_logits
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.filters import filtered, shaped_logits
+from lockstep.contract.grammars import GrammarCompiler
+from lockstep.contract.sampling import Sampling
 from lockstep.tokens.kept_ids import KeptIds
 
 
