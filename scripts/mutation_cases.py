@@ -1595,8 +1595,8 @@ MUTATIONS = [
     ),
     Mutation(
         "no forward of a later step is drawn",
-        "        if not policy_changed and generation.fresh_tokens",
-        "        if generation.fresh_tokens",
+        "if moved or generation.fresh_tokens != generation.sampled_tokens:",
+        "if generation.fresh_tokens != generation.sampled_tokens:",
         LATER_STEPS,
     ),
     Mutation(
@@ -3314,8 +3314,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the first proof of a run is not announced",
-        '        with busy(_PROVING, self._clock.progress):\n            self._ranks.on_owner("start"',
-        '        if True:\n            self._ranks.on_owner("start"',
+        "with busy(_PROVING, self._clock.progress):",
+        "if True:",
         "tests/cli/test_method_commands.py",
     ),
     Mutation(

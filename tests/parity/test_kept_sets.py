@@ -16,17 +16,17 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 from lockstep.engines.filters.sampling import filtered, shaped_logits
+from lockstep.engines.filters.scored_as import Distribution
 from lockstep.engines.protocol import Completion, RequestKey, Sampling
 from lockstep.errors import ProofError
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows
 from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.step import drawn_rows
-from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
-from lockstep.watch.distributions import Distribution
+from lockstep.watch import rows_of_logits as drawn_rows
 from lockstep.watch.filter_bounds import FilterBounds
 from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats, KeptToken, mean_limit
 from lockstep.watch.rescoring import sequence_logits
+from lockstep.watch.rows_of_logits import DrawnRows, hidden_states
 from lockstep.watch.tolerances import tolerance
 
 FILTERS = {

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.models.autocast import Precision
 from lockstep.sync.push import push_weights
-from lockstep.watch.rescoring import Precision, completion_logps
+from lockstep.watch.rescoring import completion_logps
 
 pytestmark = [*VLLM, pytest.mark.long]
 

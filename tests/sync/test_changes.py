@@ -21,6 +21,7 @@ from lockstep.engines.held import HeldWeights
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
+from lockstep.models.autocast import Precision
 from lockstep.sync.changes import LastPush, Update
 from lockstep.sync.push import forget_push, push_weights
 from lockstep.sync.source import PlainSource
@@ -30,7 +31,6 @@ from lockstep.sync.wire.gloo import GlooTransport
 from lockstep.sync.wire.nccl import NCCLTransport
 from lockstep.sync.wire.shared_memory import SharedMemoryTransport
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import Precision
 
 HALVES = [torch.bfloat16, torch.float16]
 

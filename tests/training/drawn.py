@@ -22,6 +22,7 @@ from reference import Tree, branches_of, sampled_places
 from reference_methods import Drawn
 from subjects import Subject
 
+from lockstep.watch.evidence import TokenEvidence
 from lockstep import OnlineDPOConfig
 from lockstep.engines.protocol import Completion, RequestKey
 from lockstep.models.adapters import causal_model
@@ -288,7 +289,7 @@ def check(
             generation.step(step, shape["micro"]), lambda those: score_all(policy, those, run).entropies
         )
         prepared = generation.with_step(step, shape["micro"], sequences)
-        sums = UpdateSums()
+        sums = UpdateSums(TokenEvidence())
         for micro in prepared.micro_batches[step * shape["micro"] : (step + 1) * shape["micro"]]:
             with kept():
                 learn(policy, micro, objective, PhaseClock(), sums)

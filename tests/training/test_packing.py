@@ -20,6 +20,7 @@ from reference import padded_logps, reference_loss, sampled_places
 from tiny import make_model
 from transformers import PreTrainedModel
 
+from lockstep.watch.evidence import TokenEvidence
 from lockstep.algorithms.policy_loss import token_weights
 from lockstep.report.phases import PhaseClock
 from lockstep.training.batch.pack import pack_rows, pack_sequences
@@ -137,7 +138,7 @@ def gradients_beside_reference(
     expected_loss = reference_loss(exact, sequences, run)
     expected_loss.backward()
     expected = gradients(exact)
-    sums, size = UpdateSums(), -(-len(sequences) // parts)
+    sums, size = UpdateSums(TokenEvidence()), -(-len(sequences) // parts)
     policy = policy_of(model, plain_rows=plain_rows)
     for start in range(0, len(sequences), size):
         learn(policy, sequences[start : start + size], GRPOObjective(run), PhaseClock(), sums)

@@ -23,6 +23,7 @@ from test_packing import gradients as taken
 from transformers import AutoModelForCausalLM, DogeConfig, PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
+from lockstep.watch.evidence import TokenEvidence
 from lockstep.errors import InputError
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -79,7 +80,7 @@ def test_loss_and_gradients_equal_the_padded_reference(
     loss = reference_loss(model, sequences, run) + 0.5 * balance
     loss.backward()
     expected = taken(model)
-    objective, sums, policy = GRPOObjective(run), UpdateSums(), policy_of(model, plain_rows=plain_rows)
+    objective, sums, policy = GRPOObjective(run), UpdateSums(TokenEvidence()), policy_of(model, plain_rows=plain_rows)
     objective.router_coefficient = 0.5
     size = -(-len(sequences) // parts)
     batches = [sequences[i : i + size] for i in range(0, len(sequences), size)]
