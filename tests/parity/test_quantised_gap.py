@@ -11,8 +11,8 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 from lockstep.contract.probe import quantised_vector
+from lockstep.contract.sampling import Sampling
 from lockstep.definitions.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
-from lockstep.engines.protocol import Sampling
 from lockstep.models.autocast import Precision
 from lockstep.watch.gap import GapStats, over_limits
 from lockstep.watch.quantised_gap import computing_in_8_bits, widened

@@ -17,8 +17,7 @@ from methods import GROUPS, PROMPTS
 from portions import portion
 from transformers import EarlyStoppingCallback
 
-from lockstep.contract.protocol import Completion, Engine
-from lockstep.engines.protocol import RequestKey
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.run.trainers.online import OnlineTrainer

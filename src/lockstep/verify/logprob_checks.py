@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields, replace
 import torch
 
 from lockstep.contract.protocol import Completion
+from lockstep.contract.sampling import Sampling
 from lockstep.contract.scored_as import Distribution
 from lockstep.contract.tensors import dtype_name
-from lockstep.engines.protocol import Sampling
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.report.phases import PhaseClock

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 
 from lockstep.call_loop import Pending
 from lockstep.contract.protocol import Completion, Engine
+from lockstep.contract.sampling import Sampling
 from lockstep.contract.scored_as import Distribution
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Sampling
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.tokens.arrays import Ids, joined

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.contract.protocol import ProbedEngine
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.models.autocast import Precision
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.gap import GapStats, measure_gap

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.contract.protocol import Completion, Engine
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import GenerationRequest, Sampling
 from lockstep.errors import InputError
 from lockstep.report.alarms import LINE, Alarm, Alarms
 from lockstep.report.busy import busy

@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.contract.protocol import Completion, Engine, ProbedEngine
+from lockstep.contract.sampling import Sampling
 from lockstep.contract.scored_as import Distribution
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Sampling
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import Precision

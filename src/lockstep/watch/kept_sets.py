@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lockstep.contract.sampling import Sampling
 from lockstep.contract.scored_as import Distribution
-from lockstep.engines.protocol import Sampling
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import SmallIds
 from lockstep.watch.filter_bounds import FilterBounds

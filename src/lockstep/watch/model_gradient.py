@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.contract.protocol import Completion
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.contract.scored_as import Distribution
-from lockstep.engines.protocol import RequestKey, Sampling
 from lockstep.errors import LockstepError, ProofError
 from lockstep.models.quantised import is_quantised
 from lockstep.shards.model import sharded

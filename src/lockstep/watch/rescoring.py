@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.contract.protocol import Completion
+from lockstep.contract.sampling import Sampling
 from lockstep.contract.scored_as import Distribution
-from lockstep.engines.protocol import Sampling
 from lockstep.errors import LockstepError, foreign_errors
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.models.adapters import causal_model, head_name
