@@ -52,7 +52,7 @@ def total(numbers: Iterable[int]) -> int:
 
 
 def share(numbers: Iterable[int]) -> float:
-    from lockstep.step.update import WHOLE
+    from lockstep.sync.wire.deltas import WHOLE
 
     return total(numbers) / WHOLE
 ''',

@@ -23,6 +23,7 @@ from lockstep.training.forward.attention.tree_attention import adopt_tree_attent
 from lockstep.training.forward.scoring import score_pack
 from lockstep.training.step.update import hidden_states
 from lockstep.watch.kept_sets import KeptSetProof
+from lockstep.watch.rescoring import OWN_DTYPE
 from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.tolerances import tolerance
 
@@ -172,11 +173,11 @@ def test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filte
     sequences = draw(model, PROMPTS[:1], (4,), sampling, 2)
     (pack,) = pack_sequences(sequences, 100)
     rules = rules_of(sampling)
-    rows = DrawnRows(None, KeptSetProof(rules.distribution, tolerance(torch.float32, torch.float32)))
+    rows = DrawnRows(None, KeptSetProof(rules.distribution, tolerance(torch.float32, torch.float32)), OWN_DTYPE)
     with hidden_states(model) as seen:
         scores = score_pack(model, pack, 0.8, 4, rules=rules)
     rows.add(pack, scores.logps.detach(), seen[-1], before_steps=False)
-    found = rows.check(model, fp32_head=False, single=True)
+    found = rows.check_with(model, fp32_head=False, single=True)
     (s,), expected = sequences, []
     logits = model(input_ids=torch.tensor([[*PROMPTS[0], *s.completion_ids.tolist()]])).logits[0, 3:].detach()
     for t in range(s.length):

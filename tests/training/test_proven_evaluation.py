@@ -25,6 +25,7 @@ from lockstep.tokens.arrays import reals
 from lockstep.training.step.generation import sequences_of
 from lockstep.training.step.update import learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.verify.unwatched import Unwatched
 from lockstep.watch.evidence import TokenEvidence
 from lockstep.watch.rewards import drawn_sequences
 
@@ -85,7 +86,7 @@ def test_its_loss_is_that_of_a_step_on_its_completions(make: Make, name: str) ->
     assert len(sequences) == run.config.completions_per_step
     prepared = loop.preparation.step(loop.policy(), sequences, moved=False)
     sums = UpdateSums(TokenEvidence())
-    learned = learn(loop.policy(), prepared, loop.objective, loop.clock, sums)
+    learned = learn(loop.policy(), prepared, loop.objective, loop.clock, sums, Unwatched())
     # At a ratio of 1 these are means of advantages that add up to zero.
     assert (abs(learned) > 1e-4) == (name not in ("grpo", "rloo", "reinforce++"))
     assert metrics["eval_loss"] == pytest.approx(learned, rel=1e-4, abs=1e-6)

@@ -82,6 +82,7 @@ class RunWatch:
         model_gradient: the proof of the model's own backward.
         hooks: the proof that no hook and no other function appears in the model's forward and backward.
         asked_again: the proof of scores, which asks reward functions again.
+        expected: the advantages and weights that the generation must bring into the loss; None: the method has no definition.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class RunWatch:
         # Of the generation: what must enter the loss, from its seals and from the method's definition.
         self._generation: Generation | None = None
         self._sampled: SampledTokens | None = None
-        self._expected: AdvantageProof | None = None
+        self.expected: AdvantageProof | None = None
         # Of the step, and of the micro-batch.
         self._sequences: Sequence[TrainingSequence] = ()
         self._moved = False
@@ -155,7 +156,7 @@ class RunWatch:
 
     def taken(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt], number: int) -> None:
         # If a proof fails from here on, nothing of an earlier generation may be taken for this one.
-        self._generation = self._sampled = self._expected = None
+        self._generation = self._sampled = self.expected = None
         rows = {p.prompt_id: p for p in prompts}
         check_rows(groups, rows, self._engine.decode, (self._config.seed, number))
         # The rank that has asked first asks again, because functions may keep something between their calls.
@@ -185,7 +186,7 @@ class RunWatch:
             config.completions_per_micro_batch,
             own_forward=config.single_update,
         )
-        self._expected = advantage_proof(self._objective, generation.groups, sequences)
+        self.expected = advantage_proof(self._objective, generation.groups, sequences)
         if scored is not None:
             # Where the generation is used for one step only, that step's own forward gives the receipt's line.
             evidence, record = kept(scored.evidence), not config.single_update
@@ -265,8 +266,8 @@ class RunWatch:
             check_entering(self._sampled, batch)
         if not learned:
             return
-        if self._expected is not None:
-            check_batch(self._expected, batch)
+        if self.expected is not None:
+            check_batch(self.expected, batch)
         if self._again is not None and self._again.is_in(batch):
             self._repeated.append(batch)
 
@@ -274,8 +275,8 @@ class RunWatch:
         self._flow.check()
 
     def aside(self, sequences: Sequence[TrainingSequence]) -> None:
-        if self._expected is not None:
-            check_still(self._expected, sequences)
+        if self.expected is not None:
+            check_still(self.expected, sequences)
         if self._sampled is not None:
             # Tokens that still go through the model are checked there.
             check_aside(self._sampled, [s for s in sequences if s.entropies is not None or s.aside])
