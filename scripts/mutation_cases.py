@@ -30,7 +30,7 @@ class Mutation(NamedTuple):
 
 ON_A_GPU = "tests/pretend_cuda/test_runs.py"
 COUNTS = (
-    "parity/backward/finite_differences.py",
+    "watch/finite_differences.py",
     f"{ON_A_GPU}::test_what_keeps_a_gpu_from_working_stays_below_what_is_asked",
 )
 ALONE = "tests/sync/test_adapters_alone.py"
@@ -46,33 +46,33 @@ POLICY = ("algorithms/policy_loss.py", "tests/algorithms/test_policy_loss.py")
 MASKS = ("algorithms/masks.py", "tests/algorithms/test_masks_and_divergence.py")
 RETURNS = ("algorithms/returns.py", "tests/algorithms/test_returns.py")
 PAIRS = ("algorithms/preference_loss.py", "tests/algorithms/test_preference_loss.py")
-GAP = ("parity/logprobs/gap.py", "tests/parity/test_gap.py")
+GAP = ("watch/gap.py", "tests/parity/test_gap.py")
 SCHEME = ("definitions/quantisation.py", "tests/parity/test_quantised_gap.py")
-QUANTISED = ("parity/logprobs/quantised_gap.py", "tests/parity/test_quantised_gap.py")
+QUANTISED = ("watch/quantised_gap.py", "tests/parity/test_quantised_gap.py")
 KILLER = ("kill_at_exit.py", "tests/test_kill_at_exit.py")
 FILES = ("files.py", "tests/training/test_whole_files.py tests/training/test_checkpoints_and_directory.py")
-LOCK = ("training/run_files/lock.py", "tests/training/test_directory_lock.py")
-RECEIPT = ("parity/receipt.py", "tests/parity/test_handshake_and_receipt.py")
+LOCK = ("run/files/lock.py", "tests/training/test_directory_lock.py")
+RECEIPT = ("watch/receipt.py", "tests/parity/test_handshake_and_receipt.py")
 FIELDS_OF_MODELS = ("engines/model_fields.py", "tests/parity/test_handshake_and_receipt.py")
 TOKENIZER = ("tokens/tokenizer.py", "tests/tokens/test_tokens.py")
-HANDSHAKE = ("parity/handshake.py", "tests/parity/test_handshake_and_receipt.py")
+HANDSHAKE = ("watch/handshake.py", "tests/parity/test_handshake_and_receipt.py")
 SAMPLES = (
-    "parity/sampling/independent_samples.py",
+    "watch/samples.py",
     "tests/parity/test_canary_and_samples.py::test_equal_samples_against_all_odds_are_refused",
 )
 PAIRS_OF_A_GROUP = (
-    "parity/sampling/independent_samples.py",
+    "watch/samples.py",
     "tests/parity/test_canary_and_samples.py::test_pairs_of_equal_completions_are_refused",
 )
-BETS = ("parity/sampling/bets.py", "tests/parity/test_draws.py::test_a_bet_pays_one_on_average")
-DRAWS = ("parity/sampling/draws.py", "tests/parity/test_draws.py")
+BETS = ("watch/bets.py", "tests/parity/test_draws.py::test_a_bet_pays_one_on_average")
+DRAWS = ("watch/draws.py", "tests/parity/test_draws.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
 BACKWARD = "tests/training/test_model_gradient.py"
 PARTS = "tests/training/test_step_gradient.py"
 CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"
 ASKED_AGAIN = ("training/generate/proofs/asked_again.py", "tests/training/test_asked_again.py")
 DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
-ENDS = ("parity/sampling/ends.py", "tests/parity/test_ends.py")
+ENDS = ("watch/ends.py", "tests/parity/test_ends.py")
 ANSWERS = ("engines/answers.py", "tests/engines/test_answers.py")
 KEPT_SETS = ("engines/filters/kept_sets.py", "tests/engines/test_answers.py")
 KEPT_ROWS = (
@@ -108,11 +108,11 @@ LIVE = ("sync/live.py", "tests/sync/test_live.py")
 CHANGES = "tests/sync/test_changes.py"
 EXPLAINED = "tests/parity/test_decomposition.py::test_a_fault_of_the_"
 PACKED = (
-    "parity/logprobs/decomposition.py",
+    "watch/gap_parts.py",
     f"{EXPLAINED}packed_forward_is_not_blamed_on_the_engine[transformers-untied]",
 )
 OF_ENGINE = (
-    "parity/logprobs/decomposition.py",
+    "watch/gap_parts.py",
     f"{EXPLAINED}engine_is_not_blamed_on_the_packed_forward[transformers-untied]",
 )
 FAMILY_ATTENTION = "tests/training/test_family_attention.py"
@@ -127,15 +127,15 @@ MACHINE = ("server/machine.py", "tests/server/test_machine.py")
 KEYS = ("server/keys.py", "tests/server/test_keys_guard_and_command.py::TestKeys")
 SLOTS = ("sync/wire/slots.py", "tests/sync/test_slots.py")
 RECOVERY = ("training/generate/recovery.py", "tests/training/test_recovery.py")
-CHECKPOINTS = ("training/run_files/checkpoints.py", "tests/training/test_checkpoints_and_directory.py")
+CHECKPOINTS = ("run/files/checkpoints.py", "tests/training/test_checkpoints_and_directory.py")
 STATE = "tests/input/test_damaged_runs.py"
-RUN = ("training/run_files/whole_run.py", STATE)
-SEALED = ("parity/resume/checkpoint.py", STATE)
-LOADED = ("parity/resume/checkpoint.py", "tests/training/test_proven_resume.py")
-INPUTS = ("parity/resume/inputs.py", "tests/training/test_proven_resume.py")
-CODE = ("parity/resume/code_digest.py", "tests/parity/test_code_digest.py")
-OWN_FILES = ("parity/resume/own_files.py", "tests/parity/test_code_digest.py")
-MODEL_FILES = ("parity/resume/model_inputs.py", "tests/parity/test_model_inputs.py")
+RUN = ("run/files/whole_run.py", STATE)
+SEALED = ("watch/resume.py", STATE)
+LOADED = ("watch/resume.py", "tests/training/test_proven_resume.py")
+INPUTS = ("watch/inputs.py", "tests/training/test_proven_resume.py")
+CODE = ("watch/code_digest.py", "tests/parity/test_code_digest.py")
+OWN_FILES = ("watch/own_files.py", "tests/parity/test_code_digest.py")
+MODEL_FILES = ("watch/model_inputs.py", "tests/parity/test_model_inputs.py")
 ADAPTER_FILES = ("models/adapter_files.py", "tests/models/test_adapter_files.py")
 BASE = ("models/base_digest.py", "tests/parity/test_model_inputs.py")
 EARLY_ENDS = "tests/training/test_early_ends.py"
@@ -147,15 +147,15 @@ PICTURE_FILES = (
     "tests/images/test_files_of_pictures.py::test_other_formats_are_refused_whatever_the_name_says",
 )
 PRIVATE = ("private_caches.py", "tests/cli/test_private_caches.py")
-OPTIMIZER = "parity/step/optimizer_settings.py"
-STILL = "parity/step/still.py"
+OPTIMIZER = "watch/optimizer_settings.py"
+STILL = "watch/still.py"
 DECAYS = "definitions/optimizer.py"
-WATCH = "training/trainers/hooks/optimizer.py"
-LEARNED = ("parity/step/learned.py", "tests/parity/step/test_learned_tokens.py")
+WATCH = "run/trainers/hooks/optimizer.py"
+LEARNED = ("watch/custody.py", "tests/parity/step/test_learned_tokens.py")
 SEALS = ("training/step/learned.py", "tests/parity/step/test_learned_tokens.py")
-FORWARD = ("parity/step/forward.py", "tests/parity/step/test_learned_tokens.py")
+FORWARD = ("watch/forward.py", "tests/parity/step/test_learned_tokens.py")
 LATER_STEPS = (
-    "training/loop.py",
+    "run/loop.py",
     "tests/faults/test_faults_in_runs.py::test_the_proofs_of_these_runs_catch_what_only_they_see",
 )
 AHEAD = "tests/training/test_staleness_in_process.py"
@@ -167,8 +167,8 @@ COMPARED_AHEAD = (
     "training/generate/proofs/ahead.py",
     f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens",
 )
-FROZEN = ("parity/step/reference.py", "tests/parity/step/test_frozen_weights.py")
-SETTINGS = ("parity/user_settings.py", "tests/parity/test_user_settings.py")
+FROZEN = ("watch/reference.py", "tests/parity/step/test_frozen_weights.py")
+SETTINGS = ("watch/settings.py", "tests/parity/test_user_settings.py")
 THINKING = ("definitions/interruption.py", "tests/parity/test_user_settings.py")
 ASKED = ("training/step/drawn_rows.py", "tests/parity/test_user_settings.py")
 DRAWN_SETS = ("training/step/drawn_rows.py", "tests/parity/test_kept_sets.py")
@@ -177,13 +177,13 @@ ASIDE_STEP = ("training/step/update.py", "tests/training/test_groups_aside.py")
 ASIDE_SUMS = ("training/step/update_sums.py", "tests/training/test_groups_aside.py")
 NAMES = "tests/training/test_trl_names.py"
 CHANGED = (
-    "training/run_files/changes.py",
+    "run/files/changes.py",
     f"{NAMES}::test_numbers_of_the_loss_change_it_from_the_next_step_on_and_after_a_resume",
 )
-WEIGHED = ("training/run_files/changes.py", f"{NAMES}::test_reward_weights_change_the_rewards_of_the_next_generation")
+WEIGHED = ("run/files/changes.py", f"{NAMES}::test_reward_weights_change_the_rewards_of_the_next_generation")
 LOSS_ALONE = ("training/step/loss_alone.py", "tests/training/test_proven_evaluation.py")
 EVALUATED = ("training/generate/proofs/evaluation.py", "tests/training/test_proven_evaluation.py")
-PLACE = ("training/run_files/run_directory.py", STATE)
+PLACE = ("run/files/run_directory.py", STATE)
 CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
 CALLED = ("rollouts/scores/guarded_call.py", "tests/input/test_bad_reward_files.py")
 READING, PICTURE_PACKS = "tests/images/test_reading_pictures.py", "tests/images/test_packs_with_pictures.py"
@@ -193,8 +193,8 @@ PICTURE_TURNS = "tests/images/test_pictures_in_turns.py"
 VISION_TEMPLATES = "tests/tokens/test_vision_templates.py"
 PICTURE_LIMITS = "tests/images/test_limits_of_pictures.py"
 SENT_PICTURES = ("engines/http/requests/pictures.py", "tests/images/test_sending_pictures.py")
-KEPT_ROLLOUTS = ("training/run_files/rollout_files.py", "tests/training/test_rollout_files.py")
-RUN_FILES = ("training/trainers/hooks/run_files.py", "tests/training/test_run_files.py")
+KEPT_ROLLOUTS = ("run/files/rollout_files.py", "tests/training/test_rollout_files.py")
+RUN_FILES = ("run/trainers/hooks/run_files.py", "tests/training/test_run_files.py")
 PAGE, SAFE = "tests/report/test_page.py", "tests/report/test_page.py::test_hostile_text_stays_text_everywhere"
 GENERATION = ("training/step/generation.py", "tests/training/test_prompts_and_generation.py")
 LOGPS = ("training/forward/token_logps.py", "tests/training/test_token_logps.py")
@@ -203,9 +203,9 @@ ROW_RULES = ("training/forward/filters/row_rules.py", SCORES)
 ID_RULES = ("training/forward/filters/id_rules.py", SCORES)
 SCORING = ("training/forward/scoring.py", SCORES)
 KEPT_LOGPS = ("training/forward/filters/kept_logps.py", "tests/training/test_kept_logps.py")
-KEPT_PROOF = ("parity/sampling/kept_sets.py", "tests/parity/test_kept_sets.py")
-FILTER_BOUNDS = ("parity/sampling/filter_bounds.py", "tests/parity/test_kept_sets.py")
-DISTRIBUTIONS = ("parity/logprobs/distributions.py", "tests/parity/test_distributions.py")
+KEPT_PROOF = ("watch/kept_sets.py", "tests/parity/test_kept_sets.py")
+FILTER_BOUNDS = ("watch/filter_bounds.py", "tests/parity/test_kept_sets.py")
+DISTRIBUTIONS = ("watch/distributions.py", "tests/parity/test_distributions.py")
 GRAMMARS = ("engines/filters/grammars.py", "tests/engines/test_grammars.py")
 CHAT = ("tokens/conversation/template.py", "tests/tokens/test_tokens.py")
 TOOLS = ("rollouts/programs/tools.py", "tests/rollouts/test_tools.py")
@@ -271,7 +271,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the adapter probe compares what the adapter adds",
-        "parity/weights/adapter_probe.py",
+        "watch/adapter_probe.py",
         "(answer[2] - added).abs()",
         "(answer[2] - answer[2]).abs()",
         f"{ALONE}::test_the_adapter_probe_passes_rounding_and_finds_a_thousandth",
@@ -526,7 +526,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the kept mass is that of all ids",
-        "parity/sampling/kept_sets.py",
+        "watch/kept_sets.py",
         ".logsumexp(0) - shaped[0].logsumexp(0)).exp()",
         ".logsumexp(0) * 0).exp()",
         f"{SCORES}::test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters",
@@ -1034,7 +1034,7 @@ MUTATIONS = [
     _of(MEMORY, "each product has a copy of its input under autocast", "copies = 5 if casts else 2", "copies = 2"),
     Mutation(
         "a run that cannot fit is refused before its model is loaded",
-        "training/trainers/online.py",
+        "run/trainers/online.py",
         'self.ranks.on_owner("memory", lambda: check_memory(args, models))',
         "del models",
         MEMORY[1],
@@ -1117,7 +1117,7 @@ MUTATIONS = [
                 "and base != self._earlier_digest",
                 "and False",
             ),
-            ("a whole push after a failed proof", "parity/proven_push.py", "if not trusted:", "if False:"),
+            ("a whole push after a failed proof", "watch/push.py", "if not trusted:", "if False:"),
         )
     ),
     _of(
@@ -1226,21 +1226,21 @@ MUTATIONS = [
     _of(DRAW_SUMS, "sums that a second forward computes again", "self._known.add(start)", "places = places.flip(0)"),
     Mutation(
         "a float64 forward with the weights as they are",
-        "parity/backward/in_float64.py",
+        "watch/in_float64.py",
         "return move.add_to(value.to(dtype, memory_format=torch.contiguous_format, copy=True))",
         "return value.to(dtype)",
         f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
     ),
     Mutation(
         "a float64 forward without the temperature",
-        "parity/backward/plain_scores.py",
+        "watch/plain_scores.py",
         "(logits / distribution.sampling.temperature)",
         "logits",
         f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
     ),
     Mutation(
         "a float64 forward without the entropies",
-        "parity/backward/plain_scores.py",
+        "watch/plain_scores.py",
         "torch.special.entr(logps.exp()).sum(-1)",
         "logps.sum(-1)",
         f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
@@ -1265,14 +1265,14 @@ MUTATIONS = [
     ),
     Mutation(
         "rounding is not named as a cause",
-        "parity/logprobs/decomposition.py",
+        "watch/gap_parts.py",
         "if limit.is_coarse and packed.max_abs",
         "if False and packed.max_abs",
         "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
     ),
     Mutation(
         "rounding is named where a token is over its limit",
-        "parity/logprobs/decomposition.py",
+        "watch/gap_parts.py",
         "if limit.is_coarse and packed.max_abs <= limit.largest(packed.tokens):",
         "if limit.is_coarse:",
         "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
@@ -1314,21 +1314,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a wrong gradient that passes for a coarse forward",
-        "parity/backward/finite_differences.py",
+        "watch/finite_differences.py",
         "if apart <= 0.25 * first.apart:",
         "if apart <= 0.0:",
         f"{BACKWARD}::test_the_part_of_the_model_is_named",
     ),
     Mutation(
         "the slope of a certain policy is measured with one step",
-        "parity/backward/finite_differences.py",
+        "watch/finite_differences.py",
         "_SMALLER, _SMALLER_TIMES = 8.0, 7",
         "_SMALLER, _SMALLER_TIMES = 8.0, 1",
         f"{BACKWARD}::test_a_part_of_a_certain_policy_is_proven_in_float32_with_small_steps",
     ),
     Mutation(
         "rounding that grows with a smaller step passes for a slope",
-        "parity/backward/finite_differences.py",
+        "watch/finite_differences.py",
         "if not apart < before:",
         "if False:",
         f"{BACKWARD}::test_a_slope_whose_rounding_grows_with_smaller_steps_is_no_error",
@@ -1356,14 +1356,14 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients that were there before the part",
-        "parity/backward/finite_differences.py",
+        "watch/finite_differences.py",
         "self._before = _along(self.named, self._unit)",
         "self._before = dict.fromkeys(self.named)",
         f"{PARTS}::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were",
     ),
     Mutation(
         "gradients of zero pass for gradients that vanish",
-        "parity/backward/finite_differences.py",
+        "watch/finite_differences.py",
         "if vanishes and np.abs(first.due).max() < _VISIBLE:",
         "if vanishes:",
         f"{BACKWARD}::test_gradients_that_are_all_zero_are_no_gradients_that_vanish",
@@ -1384,7 +1384,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a convolution gets two dtypes",
-        "parity/backward/in_float64.py",
+        "watch/in_float64.py",
         "if func in _CONVOLUTIONS:",
         "if False:",
         f"{BACKWARD}::test_a_convolution_takes_a_wide_input",
@@ -1412,7 +1412,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run on a CPU notes the GPU beside it",
-        "parity/resume/surroundings.py",
+        "watch/surroundings.py",
         "if torch.cuda.is_available() and not use_cpu:",
         "if torch.cuda.is_available():",
         "tests/training/test_device.py::test_another_device_is_no_other_setting_and_the_receipt_notes_it",
@@ -1475,28 +1475,28 @@ MUTATIONS = [
     ),
     Mutation(
         "a check that was not made is not counted",
-        "training/loop.py",
+        "run/loop.py",
         "for why in sorted({why for _, why in found if why}):",
         "for why in ():",
         f"{PARTS}::test_a_check_that_cannot_be_made_is_counted_in_the_receipt",
     ),
     Mutation(
         "hooks that appear are taken",
-        "parity/backward/hooks.py",
+        "watch/hooks.py",
         "if not _among(one, known) and not _is_of_a_library(one):",
         "if False:",
         f"{PARTS}::test_what_appears_outside_of_a_callback_stops_the_run_at_once_and_is_named",
     ),
     Mutation(
         "what a callback changes is not taken",
-        "parity/backward/hooks.py",
+        "watch/hooks.py",
         "noted[place] = (*(one for one in own if _among(one, new)), *added)",
         "pass",
         f"{PARTS}::test_a_hook_of_the_users_is_taken_at_the_beginning_and_in_a_callback_and_noted",
     ),
     Mutation(
         "the same tensors' gradients at every step",
-        "parity/step/accumulation.py",
+        "watch/accumulation.py",
         "np.roll(order, -step * size)",
         "order",
         "tests/parity/step/test_update.py::test_the_gradient_of_every_tensor_is_compared_within_ten_steps",
@@ -1510,7 +1510,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a part in half precision is not compared with itself",
-        "parity/backward/finite_differences.py",
+        "watch/finite_differences.py",
         "if not apart <= limit:",
         "if False:",
         f"{BACKWARD}::test_a_part_of_a_certain_policy_passes_in_bf16_and_its_faults_are_found",
@@ -1608,7 +1608,7 @@ MUTATIONS = [
     _of(INPUTS, "another base is taken", '        *changed_digests(before["weights"], after["weights"]),\n', ""),
     Mutation(
         "other threads are taken where bits must be equal",
-        "parity/resume/surroundings.py",
+        "watch/surroundings.py",
         "if bitwise and not accept:",
         "if False:",
         "tests/training/test_proven_resume.py::test_other_versions_devices_or_threads_are_a_warning_or_refused_where_bits_must_be_equal",
@@ -1616,14 +1616,14 @@ MUTATIONS = [
     # how a run ends
     Mutation(
         "whatever ends a run, it is finished",
-        "training/trainers/hooks/run_files.py",
+        "run/trainers/hooks/run_files.py",
         "return early and not self.interrupted_by",
         "return False and not self.interrupted_by",
         EARLY_ENDS,
     ),
     Mutation(
         "a library keeps the handler of a signal",
-        "training/stop_signals.py",
+        "run/stop_signals.py",
         "if (other := signal.getsignal(number)) == self._handle:",
         "if True or (other := signal.getsignal(number)):",
         EARLY_ENDS,
@@ -1631,7 +1631,7 @@ MUTATIONS = [
     # schedules that follow metrics
     Mutation(
         "a plateau is not followed",
-        "parity/step/rates.py",
+        "watch/rates.py",
         "            self.plateau.after(metric)",
         "            pass",
         SCHEDULES,
@@ -1876,25 +1876,25 @@ MUTATIONS = [
     ),
     _of(FILES, "a link that becomes a file", "Path(os.path.realpath(path))", "path"),
     _of(
-        ("training/run_files/run_directory.py", CHECKPOINTS[1]),
+        ("run/files/run_directory.py", CHECKPOINTS[1]),
         "settings that are written in place",
         '    replace_text(known, json.dumps(settings, indent=1) + "\\n")',
         '    known.write_text("")\n    replace_text(known, json.dumps(settings, indent=1) + "\\n")',
     ),
     _of(
-        ("training/run_files/run_directory.py", CHECKPOINTS[1]),
+        ("run/files/run_directory.py", CHECKPOINTS[1]),
         "a run that ends while another command looks",
         "settings) == folder:",
         "settings) or True:",
     ),
     _of(
-        ("training/run_files/whole_run.py", CHECKPOINTS[1]),
+        ("run/files/whole_run.py", CHECKPOINTS[1]),
         "a start after the checkpoint",
         "reversed(before) if",
         "reversed(entries) if",
     ),
     _of(
-        ("training/run_files/run_identity.py", CHECKPOINTS[1]),
+        ("run/files/run_identity.py", CHECKPOINTS[1]),
         "a field that another one sets",
         '"eval_strategy", "do_eval", ',
         '"eval_strategy", ',
@@ -1924,19 +1924,19 @@ MUTATIONS = [
         "if True:",
     ),
     _of(
-        ("training/trainers/hooks/run_files.py", "tests/training/test_run_files.py"),
+        ("run/trainers/hooks/run_files.py", "tests/training/test_run_files.py"),
         "a summary before the report",
         "        with _pages_aside():\n",
         '        replace_text(self.folder / SUMMARY, "{}")\n        with _pages_aside():\n',
     ),
     _of(
-        ("training/run_files/saved_evaluation.py", STATE),
+        ("run/files/saved_evaluation.py", STATE),
         "an evaluation that was changed",
         'text_digest(text or "") == line["digest"]',
         "True",
     ),
     _of(
-        ("training/run_files/whole_run.py", STATE),
+        ("run/files/whole_run.py", STATE),
         "a remedy that does not work",
         "if number < step and _is_whole(earlier, number, receipt):",
         "if number < step:",
@@ -2059,14 +2059,14 @@ MUTATIONS = [
     # evaluation sets and streams
     Mutation(
         "a stream is shuffled",
-        "training/trainers/online.py",
+        "run/trainers/online.py",
         "shuffle=args.shuffle_dataset and not data.ordered",
         "shuffle=args.shuffle_dataset",
         "tests/training/test_evaluation_sets.py",
     ),
     Mutation(
         "every set of a mapping has the same names",
-        "training/trainers/evaluation.py",
+        "run/trainers/evaluation.py",
         'f"{metric_key_prefix}_{own}" if own and',
         "metric_key_prefix if own and",
         "tests/training/test_evaluation_sets.py",
@@ -2088,7 +2088,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run that ends inside a generation leaves nothing to go on from",
-        "training/run_files/resumable.py",
+        "run/files/resumable.py",
         "            control.should_save = True",
         "            pass",
         "tests/training/test_harmless_fields.py",
@@ -2283,7 +2283,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint at the end of an epoch is saved without a log",
-        "training/run_files/resumable.py",
+        "run/files/resumable.py",
         "asked for here.\n        if self._may_save(args, control) and",
         "asked for here.\n        if False and",
         "tests/training/test_resumable_saves.py",
@@ -2361,21 +2361,21 @@ MUTATIONS = [
     ),
     Mutation(
         "derivatives of one ratio per completion that are computed over several completions",
-        "parity/step/gradient.py",
+        "watch/loss_gradient.py",
         'whole = settings.importance_sampling_level == "sequence" or settings.loss_type == "vespo"',
         'whole = settings.loss_type == "vespo"',
         "tests/parity/step/test_slopes.py",
     ),
     Mutation(
         "every completion with the weight of the first",
-        "parity/step/gradient.py",
+        "watch/loss_gradient.py",
         "np.repeat([float(c.weight) for c in completions], [len(c.logps) for c in completions])",
         "np.full(sum(len(c.logps) for c in completions), float(completions[0].weight))",
         "tests/parity/step/test_slopes.py",
     ),
     Mutation(
         "the rounding of a pack judged by all packs",
-        "parity/step/gradient.py",
+        "watch/loss_gradient.py",
         "np.repeat([part.max(initial=0.0) for part in cut(sizes, packs)], packs)",
         "np.full(len(sizes), sizes.max(initial=0.0))",
         "tests/parity/step/test_slopes.py",
@@ -2403,7 +2403,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a token counts as routed otherwise only if all its experts differ",
-        "parity/logprobs/expert_routing.py",
+        "watch/expert_routing.py",
         "differing += int((one != other).any(-1).sum())",
         "differing += int((one != other).all(-1).sum())",
         "tests/parity/test_routing.py",
@@ -2445,7 +2445,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a push whose probe failed",
-        "parity/proven_push.py",
+        "watch/push.py",
         "check_probe(record, version)",
         "pass",
         "tests/training/test_trainer.py::test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves",
@@ -2780,7 +2780,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the proof of settings takes any stop string for one of the call",
-        "parity/user_settings.py",
+        "watch/settings.py",
         "stop[: -len(own)] if own and stop[-len(own) :] == own else stop",
         "self.wanted.stop",
         "tests/parity/test_user_settings.py",
@@ -3228,7 +3228,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a refusal of another micro-batch does not name token_budget",
-        "training/run_files/run_identity.py",
+        "run/files/run_identity.py",
         "[name for name in changed if name in _SIZES]",
         "[]",
         "tests/training/test_checkpoints_and_directory.py::test_an_interrupted_run_goes_on_only_with_the_same_settings",
@@ -3249,7 +3249,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed run renders its templates with the time of now",
-        "training/run_files/run_clock.py",
+        "run/files/run_clock.py",
         "            return TemplateClock(moment, is_earlier=True)",
         "            return TemplateClock(datetime.now(), is_earlier=True)",
         "tests/training/test_proven_resume.py::test_a_resumed_run_renders_with_the_time_of_its_first_start",
@@ -3263,7 +3263,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the receipt's digest of the data leaves pictures out",
-        "parity/resume/inputs.py",
+        "watch/inputs.py",
         'digest.update("".join(row.pictures.digests).encode())',
         "digest.update(b'')",
         f"{PICTURE_RUNS}::test_the_receipt_depends_on_the_pixels",
@@ -3375,7 +3375,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a single row is scored without its pictures where only the temperature is set",
-        "parity/logprobs/rescoring.py",
+        "watch/rescoring.py",
         "distribution.sampling.temperature, precision, pictures)",
         "distribution.sampling.temperature, precision, None)",
         f"{PICTURE_PACKS}::test_a_single_row_is_scored_with_its_pictures",
@@ -3501,7 +3501,7 @@ MUTATIONS = [
     ),
     Mutation(
         "text of a model is markup in TensorBoard",
-        "training/run_files/completion_tables.py",
+        "run/files/completion_tables.py",
         'for sign in "|*_`[]#~":',
         'for sign in "":',
         "tests/training/test_completion_log.py::test_a_table_has_trls_columns_and_its_text_is_no_markup",
@@ -3571,7 +3571,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the hooks of the accumulation proof see the reduced gradient of a sharded model",
-        "parity/step/accumulation.py",
+        "watch/accumulation.py",
         "self._hooked = [gathered(p) for p in self._parameters]",
         "self._hooked = list(self._parameters)",
         f"{SHARDS[1]}::test_what_a_backward_adds_is_compared_with_the_gradient",
@@ -3760,7 +3760,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the norm of the clip is never added up again",
-        "parity/step/update.py",
+        "watch/update.py",
         "self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0",
         "False",
         "tests/parity/step/test_update.py::test_a_clip_by_another_norm_than_that_of_all_gradients_is_found_within_four_steps",
@@ -3830,7 +3830,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the canary casts every weight for every sequence",
-        "parity/logprobs/canary.py",
+        "watch/canary.py",
         "    with casting_once(model, precision):",
         "    if True:",
         "tests/parity/test_canary_and_samples.py::test_the_canary_casts_each_weight_once_and_scores_as_ever",
@@ -3872,7 +3872,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a run with Liger's kernels begins on a CPU",
-        "training/trainers/online.py",
+        "run/trainers/online.py",
         "        check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)\n",
         "",
         "tests/training/test_liger.py::test_without_a_gpu_a_trainer_is_made_and_training_is_refused",
@@ -3900,7 +3900,7 @@ MUTATIONS = [
     ),
     Mutation(
         "secrets: a run goes on without the token that it began with",
-        "training/run_files/run_identity.py",
+        "run/files/run_identity.py",
         "    earlier, now = _comparable(earlier), _comparable(now)\n",
         "",
         "tests/test_secret.py::test_a_run_goes_on_with_another_token_or_with_none",
@@ -4042,7 +4042,7 @@ MUTATIONS = [
     ),
     Mutation(
         "engines: a family that vLLM runs differently is refused before it is loaded",
-        "training/trainers/online.py",
+        "run/trainers/online.py",
         "            refuse_before_loading(args, name)\n",
         "            pass\n",
         "tests/models/test_state.py::TestRefusedOnVLLM::test_in_training_before_the_model_is_loaded",
@@ -4056,7 +4056,7 @@ MUTATIONS = [
     ),
     Mutation(
         "engines: vLLM's arguments are built before a model is loaded",
-        "training/trainers/online.py",
+        "run/trainers/online.py",
         "lambda: check_engine_arguments(args, name)",
         "lambda: None",
         "tests/training/test_built_once.py::test_what_vllm_cannot_use_is_one_sentence_before_the_model_is_loaded",
@@ -4147,7 +4147,7 @@ MUTATIONS = [
     ),
     Mutation(
         "limits: a run with too many ids is refused at its start",
-        "parity/handshake.py",
+        "watch/handshake.py",
         "check_limits(expected.sampling, actual.request_limits)",
         "pass",
         "tests/parity/test_handshake_and_receipt.py::"
@@ -4169,14 +4169,14 @@ MUTATIONS = [
     ),
     Mutation(
         "kept ids: an engine on a GPU may search the edge of top-p",
-        "parity/sampling/filter_bounds.py",
+        "watch/filter_bounds.py",
         "if self._searched:",
         "if False:",
         "tests/parity/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
     ),
     Mutation(
         "kept ids: a search ends earlier where the ids are about equally likely",
-        "parity/sampling/filter_bounds.py",
+        "watch/filter_bounds.py",
         "max(_HALVED, _SMALLEST * total)",
         "_HALVED",
         "tests/parity/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
@@ -4190,7 +4190,7 @@ MUTATIONS = [
     ),
     Mutation(
         "kept ids: a search of halves may miss more than a ladder",
-        "parity/sampling/filter_bounds.py",
+        "watch/filter_bounds.py",
         "+ sign * max(_HALVED, _SMALLEST * total)",
         "",
         "tests/parity/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
@@ -4226,14 +4226,14 @@ MUTATIONS = [
     _of(COUNTS, "a GPU: the proof of the backward reads number by number", "map(float, on_host([", "map(float, (["),
     Mutation(
         "a GPU: the module probe reads module by module",
-        "parity/weights/module_probe.py",
+        "watch/modules.py",
         "iter(on_host([tensor for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer]))",
         "iter([tensor.cpu() for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer])",
         COUNTS[1],
     ),
     Mutation(
         "a GPU: the accumulation is read tensor by tensor",
-        "parity/step/drawn.py",
+        "watch/windows.py",
         "for found in on_host(values)]",
         "for found in (value.cpu() for value in values)]",
         COUNTS[1],
@@ -4282,7 +4282,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: the first element of a gradient is looked for in the first part alone",
-        "parity/step/update.py",
+        "watch/update.py",
         "return first * _SEARCHED + torch.stack",
         "return 0 * first + torch.stack",
         f"{ON_A_GPU}::test_an_element_that_is_not_zero_is_found_where_the_cpu_finds_it",

@@ -16,9 +16,9 @@ from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError, foreign_errors
 from lockstep.models.policy import load_policy
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
-from lockstep.parity.proven_push import ProvenPusher
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.rescoring import Precision, completion_logps
 
 BARE = r"AssertionError: without a text \(.*test_foreign_errors\.py:\d+, raise AssertionError\)"
 

@@ -148,7 +148,7 @@ vllm.v1.sample.ops.topk_topp_sampler
 vllm.v1.worker.gpu.sample.states
   ~ return apply_top_k_top_p(
 vllm.v1.sample.ops.topk_topp_triton
-  # how near the search comes to the edge of top-p: parity/sampling/filter_bounds.py
+  # how near the search comes to the edge of top-p: watch/filter_bounds.py
   _SPLIT_MAX_BATCH = 64
   _SPLIT_FANOUT = 8
   _SPLIT_ROUNDS = 5

@@ -36,11 +36,6 @@ from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.engines.vllm.requests.conversion import completion
 from lockstep.engines.vllm.workers.start import vllm_installed
-from lockstep.parity.logprobs.gap import check_count
-from lockstep.parity.receipt import Receipt
-from lockstep.parity.sampling.draws import DrawEvidence, DrawStats, measure_draws
-from lockstep.parity.sampling.independent_samples import check_samples
-from lockstep.parity.sampling.staleness import check_staleness
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.frames import decode, encode
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -49,6 +44,8 @@ from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.scores.reward_log import RewardLog
 from lockstep.rollouts.scores.rewards import RewardScorer
+from lockstep.run.files.completion_log import rows_of
+from lockstep.run.files.rollout_files import keep_rollouts
 from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.draw_sums import DrawSums
 from lockstep.training.forward.scoring import TokenScores
@@ -56,13 +53,16 @@ from lockstep.training.generate.metrics import interruption_metrics, rollout_met
 from lockstep.training.generate.proofs.rows import check_rows
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.run_files.completion_log import rows_of
-from lockstep.training.run_files.rollout_files import keep_rollouts
 from lockstep.training.step import update_sums
 from lockstep.training.step.generation import Preparation
 from lockstep.training.step.learned import sampled_tokens
 from lockstep.training.step.step_proofs import StepProofs
 from lockstep.training.step.update import OptimizerStep, Policy
+from lockstep.watch.draws import DrawEvidence, DrawStats, measure_draws
+from lockstep.watch.gap import check_count
+from lockstep.watch.receipt import Receipt
+from lockstep.watch.samples import check_samples
+from lockstep.watch.staleness import check_staleness
 
 SIZES = "64x512,256x1024,256x4096,1024x4096"
 # A row that is not part of the cost, and a row that replaces the first row of ROWS if vLLM is in the same process.

@@ -26,10 +26,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.expert_routing import experts_of
-from lockstep.parity.logprobs.rescoring import sampled_logps
 from lockstep.verify.stage import Stage
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.expert_routing import experts_of
+from lockstep.watch.rescoring import sampled_logps
 
 # A family, and further fields of its config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

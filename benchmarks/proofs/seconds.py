@@ -118,25 +118,10 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.engines.inbox as inbox
     import lockstep.engines.tensor_specs as reading
     import lockstep.rollouts.driver as driver
+    import lockstep.run.loop as loop
     import lockstep.training.generate.proofs.proofs as proofs
-    import lockstep.training.loop as loop
     import lockstep.training.step.generation as generation
     import lockstep.training.step.update_sums as update_sums
-    from lockstep.parity.backward.finite_differences import Added
-    from lockstep.parity.backward.hooks import HeldHooks
-    from lockstep.parity.receipt import Receipt
-    from lockstep.parity.sampling.draws import DrawEvidence
-    from lockstep.parity.sampling.ends import Ends
-    from lockstep.parity.sampling.independent_samples import Seeds
-    from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats
-    from lockstep.parity.step.accumulation import AccumulationProof
-    from lockstep.parity.step.advantages import AdvantageProof
-    from lockstep.parity.step.drawn import Drawn
-    from lockstep.parity.step.rates import Rates
-    from lockstep.parity.step.reference import FrozenWeights
-    from lockstep.parity.step.update import UpdateProof
-    from lockstep.parity.user_settings import SettingsProof
-    from lockstep.parity.weights.module_probe import ModuleProbe
     from lockstep.rollouts.record import Record
     from lockstep.training.forward.draw_sums import DrawSums
     from lockstep.training.generate.proofs.asked_again import AskedAgain
@@ -145,6 +130,21 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.training.step.model_gradient import ModelGradient
     from lockstep.training.step.step_proofs import StepProofs
     from lockstep.training.step.update import Policy
+    from lockstep.watch.accumulation import AccumulationProof
+    from lockstep.watch.advantages import AdvantageProof
+    from lockstep.watch.draws import DrawEvidence
+    from lockstep.watch.ends import Ends
+    from lockstep.watch.finite_differences import Added
+    from lockstep.watch.hooks import HeldHooks
+    from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats
+    from lockstep.watch.modules import ModuleProbe
+    from lockstep.watch.rates import Rates
+    from lockstep.watch.receipt import Receipt
+    from lockstep.watch.reference import FrozenWeights
+    from lockstep.watch.samples import Seeds
+    from lockstep.watch.settings import SettingsProof
+    from lockstep.watch.update import UpdateProof
+    from lockstep.watch.windows import Drawn
 
     found: list[tuple[str, Any, tuple[str, ...]]] = [
         (DIGEST, reading, ("tensor_digest",)),

@@ -26,15 +26,15 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.adapters import add_adapter
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.proven_push import ProvenPusher, PushProof
-from lockstep.parity.weights.adapter_probe import check_adapter_probe
-from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.adapters.source import adapter_shape
 from lockstep.sync.changes import Update
 from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.watch.adapter_probe import check_adapter_probe
+from lockstep.watch.modules import ModuleProbe
+from lockstep.watch.push import ProvenPusher, PushProof
+from lockstep.watch.rescoring import Precision
 
 MODEL = "smollm2-135m-instruct"
 ROUNDS = 5

@@ -203,8 +203,8 @@ def put_ours() -> None:
     import lockstep.training.generate.engine as starting
     import lockstep.training.generate.proofs.proofs as proofs
     from lockstep.engines.transformers_engine import TransformersEngine
-    from lockstep.parity.sampling.draws import DrawEvidence
-    from lockstep.training.trainers.online import OnlineTrainer
+    from lockstep.run.trainers.online import OnlineTrainer
+    from lockstep.watch.draws import DrawEvidence
 
     starting.vllm_installed = lambda: False  # type: ignore[assignment]
     for where, name in OURS.items():

@@ -2,7 +2,7 @@
 
 It has four methods: `update_weights`, `generate`, `score` and `verify`. `update_weights` loads a model's weights into the servers
 and proves that they hold them. The other methods raise an error if a server does not hold these weights. This module uses `sync/`
-and `parity/`, and does not use `training/`.
+and `watch/`, and does not use `training/`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.handshake import check_settings, expected_settings
-from lockstep.parity.logprobs.gap import GapStats
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.weights.module_probe import ProbeRecord
 from lockstep.server.keys import key_for
 from lockstep.sync.push import SyncRecord
 from lockstep.sync.wire.transport import choose_transport
+from lockstep.watch.gap import GapStats
+from lockstep.watch.handshake import check_settings, expected_settings
+from lockstep.watch.modules import ProbeRecord
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.rescoring import Precision
 
 
 class Connection:

@@ -29,7 +29,7 @@ from lockstep.audit import evidence
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.cli.main import main
 from lockstep.engines.protocol import Sampling
-from lockstep.parity.logprobs.distributions import Distribution
+from lockstep.watch.distributions import Distribution
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 from transformers import TrainingArguments
 
 import lockstep
+from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.training.config.fields.trl import ONE_VALUE, WITHOUT_EFFECT
-from lockstep.training.trainers.online import OnlineTrainer
 
 TRAINERS = [name for name in lockstep.__all__ if name.endswith("Trainer")]
 CONFIGS = [name for name in lockstep.__all__ if name.endswith("Config")]

@@ -22,10 +22,10 @@ from lockstep.engines.vllm import in_process, sleep
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.integrations.proven_engine import ProvenEngine
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.proven_push import ProvenPusher
 from lockstep.sync.push import let_sleep
 from lockstep.training.generate import source
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.rescoring import Precision
 
 pytestmark = VLLM
 REQUEST = GenerationRequest(RequestKey("p", 0), (7, 8, 9), Sampling(8), 5)

@@ -21,12 +21,12 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt
+from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import fit_vocabulary
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.step.generation import prepare_generation
-from lockstep.training.trainers.grpo import GRPOTrainer
 from lockstep.verify.faults.seams import Between
 from lockstep.verify.stage import Stage
 

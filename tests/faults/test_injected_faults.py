@@ -19,7 +19,6 @@ from rich.console import Console
 from stages import in_small_parts, stage_on
 
 from lockstep.engines.protocol import LoadedWeights
-from lockstep.parity.logprobs.rescoring import completion_logps
 from lockstep.tokens.end import end_ids
 from lockstep.verify.faults import backward, learned, learning, losses
 from lockstep.verify.faults.ends import _even_chance
@@ -28,6 +27,7 @@ from lockstep.verify.faults.seams import REACH, Fault, Patch, is_vllm
 from lockstep.verify.run import recover
 from lockstep.verify.self_test import FAULTS, Verdict, _verdict, print_verdicts, run_self_test
 from lockstep.verify.stage import Stage
+from lockstep.watch.rescoring import completion_logps
 
 NO_FAULT = Fault("none", "no fault at all", lambda stage: nullcontext())
 # The proofs that may stop each fault. Where there are two, the sampled tokens decide which one comes first.

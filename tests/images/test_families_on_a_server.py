@@ -29,7 +29,7 @@ from lockstep.engines.http.requests import pictures as server_pictures
 from lockstep.engines.http.requests import sending as server_requests
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import ProofError
-from lockstep.parity.weights.module_probe import ModuleProbe
+from lockstep.watch.modules import ModuleProbe
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT, BF16_LIMIT = 1e-3, 0.15

@@ -26,9 +26,9 @@ from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.group import Prompt
+from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.training.data.prompts import digest_of_prompts
 from lockstep.training.generate.proofs.evaluation import count_seen
-from lockstep.training.trainers.grpo import GRPOTrainer
 
 LIMIT = 1e-3
 

@@ -36,10 +36,10 @@ from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.images.prompts import ImagePrompts
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
-from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
+from lockstep.watch.modules import ModuleProbe
+from lockstep.watch.rescoring import Precision, completion_logps
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT = 1e-3

@@ -19,8 +19,8 @@ from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.integrations.trl import LockstepGeneration
 from lockstep.integrations.trl_parameters import urls_of
-from lockstep.parity.logprobs.rescoring import completion_logps
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.watch.rescoring import completion_logps
 
 PROMPTS = [[5, 6, 7], [5, 6, 7], [40, 41], [40, 41]]
 

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.engines.protocol import Completion, RequestKey, Sampling
 from lockstep.errors import ProofError
 from lockstep.models.policy import load_policy
-from lockstep.parity.logprobs.canary import canary_gap, canary_sequences, score_canary
-from lockstep.parity.logprobs.gap import over_limits
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
-from lockstep.parity.sampling.independent_samples import Seeds, _log_pay, check_samples
-from lockstep.parity.tolerances import tolerance
 from lockstep.verify.stage import Stage
+from lockstep.watch.canary import canary_gap, canary_sequences, score_canary
+from lockstep.watch.gap import over_limits
+from lockstep.watch.rescoring import Precision, completion_logps
+from lockstep.watch.samples import Seeds, _log_pay, check_samples
+from lockstep.watch.tolerances import tolerance
 
 SINGLE = tolerance(torch.float32, torch.float32)
 

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 
 from lockstep.engines.protocol import Completion
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.decomposition import Decomposition, decompose, split_gap
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.gap import GapStats, PooledGap, measure_gap
-from lockstep.parity.logprobs.gap_tail import GapTail
-from lockstep.parity.sampling.draws import DrawStats
-from lockstep.parity.sampling.kept_sets import KeptSetStats
-from lockstep.parity.step.learned import SampledTokens
-from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
 from lockstep.training.step.model_gradient import Checked, ModelGradient
 from lockstep.verify.faults import logprobs, steps, tokens
 from lockstep.verify.faults.seams import loads_instead
 from lockstep.verify.stage import Stage
+from lockstep.watch.custody import SampledTokens
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.draws import DrawStats
+from lockstep.watch.gap import GapStats, PooledGap, measure_gap
+from lockstep.watch.gap_parts import Decomposition, decompose, split_gap
+from lockstep.watch.gap_tail import GapTail
+from lockstep.watch.kept_sets import KeptSetStats
+from lockstep.watch.tolerances import tolerance
 
 SINGLE = tolerance(torch.float32, torch.float32)
 gaps = st.floats(0, 50)

@@ -7,8 +7,8 @@ from tiny import make_tokenizer
 
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import ProofError
-from lockstep.parity.sampling.ends import Ends
 from lockstep.rollouts.driver import decoding
+from lockstep.watch.ends import Ends
 
 TOKENIZER = make_tokenizer()
 END, OTHER_END = TOKENIZER.eos_token_id, 1

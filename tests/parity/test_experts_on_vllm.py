@@ -13,11 +13,11 @@ from stages import stage_on
 
 from benchmarks.proofs.expert_routing import measured_on
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.decomposition import Decomposition, decompose
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.tolerances import tolerance
 from lockstep.verify.faults.weights import FAULTS
 from lockstep.verify.stage import Stage
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.gap_parts import Decomposition, decompose
+from lockstep.watch.tolerances import tolerance
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 

@@ -18,16 +18,16 @@ from transformers import PreTrainedModel
 from lockstep.engines.filters.sampling import filtered, shaped_logits
 from lockstep.engines.protocol import Completion, RequestKey, Sampling
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.rescoring import sequence_logits
-from lockstep.parity.sampling.filter_bounds import FilterBounds
-from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats, KeptToken, mean_limit
-from lockstep.parity.tolerances import tolerance
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.step import drawn_rows
 from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.filter_bounds import FilterBounds
+from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats, KeptToken, mean_limit
+from lockstep.watch.rescoring import sequence_logits
+from lockstep.watch.tolerances import tolerance
 
 FILTERS = {
     "top_k": Sampling(8, top_k=6),

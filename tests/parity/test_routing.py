@@ -7,9 +7,9 @@ from model_families import make_family
 from tiny import make_model
 
 from lockstep.engines.protocol import Completion, RequestKey
-from lockstep.parity.logprobs.expert_routing import experts_of, routing_differences
-from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.tokens.arrays import filled, whole_numbers
+from lockstep.watch.expert_routing import experts_of, routing_differences
+from lockstep.watch.rescoring import Precision
 
 HALF = Precision(torch.bfloat16)
 

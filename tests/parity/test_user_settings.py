@@ -23,8 +23,8 @@ from lockstep.definitions.settings import user_settings, weighted_sum
 from lockstep.engines.filters.sampling import processed_logprobs
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Grammar, RequestKey, Sampling
 from lockstep.errors import ProofError
-from lockstep.parity.user_settings import SettingsProof
 from lockstep.training.config.sampling import sampling_of
+from lockstep.watch.settings import SettingsProof
 
 TOKENIZER = make_tokenizer()
 ASKED: dict[str, Any] = {

@@ -12,12 +12,12 @@ from tiny import make_model, make_tokenizer, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.parity.step import update
-from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.to_device import on_host
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.training.forward.draw_sums import DrawSums
 from lockstep.training.forward.filters.kept_logps import KeptSets, _parts
+from lockstep.watch import update
+from lockstep.watch.modules import ModuleProbe
 
 _ROWS, _WIDTH, _IDS = 20_000, 64, 3000
 

@@ -60,7 +60,7 @@ SILENT = {
         kill_at_exit.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
     "it ends at once: the lock is refused, or the store is this process": """
         server/machine.py::reserved_port sync/wire/groups/meeting.py::open_store sync/wire/slots.py::TrainerLock.__init__
-        sync/wire/slots.py::is_unlocked training/run_files/lock.py::_take engines/vllm/workers/leftovers.py::owned
+        sync/wire/slots.py::is_unlocked run/files/lock.py::_take engines/vllm/workers/leftovers.py::owned
         engines/vllm/workers/leftovers.py::remove_dead files.py::temporary_folder files.py::_remove_dead""",
     "the engine's answer is not awaited: the next question looks for it": "server/guard.py::KeyGuard._say_health",
     "it is the work of this process": """

@@ -15,8 +15,8 @@ from lockstep.connection import Connection
 from lockstep.engines import connect
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
 from lockstep.server.keys import KEY_VARIABLE
+from lockstep.watch.rescoring import Precision, completion_logps
 
 pytestmark = VLLM
 

@@ -22,8 +22,8 @@ from lockstep.engines.http.requests.sending import ServerRequests
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.probe import decode_floats, encode_floats
 from lockstep.errors import EngineLost
-from lockstep.parity.receipt import check_receipt, read_receipt
-from lockstep.training.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.watch.receipt import check_receipt, read_receipt
 
 pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
 from lockstep.sync.push import push_weights
+from lockstep.watch.rescoring import Precision, completion_logps
 
 pytestmark = [*VLLM, pytest.mark.long]
 

@@ -23,12 +23,12 @@ from training import equal, make_trainer, train
 
 import lockstep.sync.wire.shared_memory as shared_memory
 from lockstep.errors import EngineLost
-from lockstep.parity.receipt import check_receipt
+from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire.chunks import chunks
 from lockstep.sync.wire.gloo import GlooTransport
 from lockstep.sync.wire.slots import TrainerSlots
-from lockstep.training.trainers.grpo import GRPOTrainer
+from lockstep.watch.receipt import check_receipt
 
 pytestmark = [*VLLM, pytest.mark.usefixtures("server_key")]
 

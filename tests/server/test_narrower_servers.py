@@ -12,8 +12,8 @@ from tiny import make_model, perturbed
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.vllm.settings import only_dtype
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
+from lockstep.watch.modules import ModuleProbe, check_probe
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from servers import Server, connect
 from tiny import make_model, perturbed
 
 from lockstep.errors import InputError
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
 from lockstep.sync.wire.gloo import NCCL
 from lockstep.sync.wire.nccl import check_gpus
+from lockstep.watch.modules import ModuleProbe, check_probe
 
 pytestmark = VLLM
 

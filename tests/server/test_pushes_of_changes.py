@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import _LAST_PUSHES, SyncRecord, push_weights
+from lockstep.watch.modules import ModuleProbe, check_probe
 
 pytestmark = VLLM
 TRANSPORTS = ["shared_memory", "gloo"]

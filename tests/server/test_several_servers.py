@@ -24,10 +24,10 @@ from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, ProofError
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 from lockstep.sync.wire.gloo import GlooTransport
+from lockstep.watch.modules import ModuleProbe, check_probe
 
 # Two servers on two cores start slowly.
 pytestmark = [*VLLM, pytest.mark.long]

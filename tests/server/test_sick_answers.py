@@ -20,8 +20,8 @@ from tiny import make_model
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
+from lockstep.watch.modules import ModuleProbe, check_probe
 
 pytestmark = [*VLLM, pytest.mark.long]
 

@@ -22,10 +22,10 @@ from transformers import PreTrainedModel
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import LockstepError
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire.chunks import chunks
+from lockstep.watch.modules import ModuleProbe, check_probe
 
 pytestmark = VLLM
 KINDS = [pytest.param("untied", marks=pytest.mark.long), pytest.param("tied", marks=pytest.mark.release)]

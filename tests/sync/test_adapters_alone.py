@@ -23,17 +23,17 @@ from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.requests.conversion import prompt_logprobs, sampling_params, scoring_params
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.logprobs.gap import measure_gap
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
-from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.weights.adapter_probe import check_adapter_probe
-from lockstep.parity.weights.module_probe import check_probe
 from lockstep.sync.adapters import source as adapter_source
 from lockstep.sync.adapters.live import check_adapter_live
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.adapters.push import check_held
 from lockstep.sync.adapters.source import AdapterSource, BaseSource, EffectiveSource, adapter_shape, check_alone
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.watch.adapter_probe import check_adapter_probe
+from lockstep.watch.gap import measure_gap
+from lockstep.watch.modules import check_probe
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.rescoring import Precision, completion_logps
 
 LONG = torch.randint(10, 300, (100,), generator=torch.Generator().manual_seed(0)).tolist()
 

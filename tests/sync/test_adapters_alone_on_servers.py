@@ -17,10 +17,10 @@ from lockstep import connection
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, ProofError
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.proven_push import ProvenPusher
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.rescoring import Precision
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 

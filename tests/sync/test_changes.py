@@ -21,8 +21,6 @@ from lockstep.engines.held import HeldWeights
 from lockstep.engines.protocol import LoadedWeights
 from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.proven_push import ProvenPusher
 from lockstep.sync.changes import LastPush, Update
 from lockstep.sync.push import forget_push, push_weights
 from lockstep.sync.source import PlainSource
@@ -31,6 +29,8 @@ from lockstep.sync.wire.deltas import NO_CHANGES, Changes, ReceivedWeights, appl
 from lockstep.sync.wire.gloo import GlooTransport
 from lockstep.sync.wire.nccl import NCCLTransport
 from lockstep.sync.wire.shared_memory import SharedMemoryTransport
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.rescoring import Precision
 
 HALVES = [torch.bfloat16, torch.float16]
 

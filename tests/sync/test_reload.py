@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
+from lockstep.watch.modules import ModuleProbe, check_probe
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 

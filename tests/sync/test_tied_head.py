@@ -16,10 +16,10 @@ from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.settings import effective_settings
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
-from lockstep.parity.tolerances import tolerance
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
+from lockstep.watch.gap import GapStats, measure_gap, over_limits
+from lockstep.watch.modules import ModuleProbe, check_probe
+from lockstep.watch.tolerances import tolerance
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 LIMIT = tolerance(torch.float32, torch.float32)

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 
 import lockstep
 from lockstep.engines.protocol import Completion, Engine
-from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.run.trainers.online import OnlineTrainer
 
 # The number of completions per optimizer step; with Online DPO, the number of prompts.
 STEP = 8

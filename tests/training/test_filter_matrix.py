@@ -31,9 +31,6 @@ from lockstep.engines.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.policy import load_policy
-from lockstep.parity.logprobs.gap import measure_gap, over_limits
-from lockstep.parity.sampling.kept_sets import KeptSetProof
-from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.conversation import Conversation, OutOfRoom, single_turn
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt
@@ -44,6 +41,9 @@ from lockstep.training.forward.attention.tree_attention import adopt_tree_attent
 from lockstep.training.forward.scoring import score_pack
 from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
 from lockstep.training.step.generation import sequences_of
+from lockstep.watch.gap import measure_gap, over_limits
+from lockstep.watch.kept_sets import KeptSetProof
+from lockstep.watch.tolerances import tolerance
 
 VERSION = 3
 TOKENIZER = make_tokenizer()

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.filters.distribution import Grammar, Sampling
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.sampling.kept_sets import KeptSetProof
-from lockstep.parity.tolerances import tolerance
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
 from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
+from lockstep.watch.kept_sets import KeptSetProof
+from lockstep.watch.tolerances import tolerance
 
 REGEX = Grammar("regex", r"[a-m]+( [0-9]{2})*")
 # The second prompt is the first one and more, so that a completion of the first may share nodes with the second.

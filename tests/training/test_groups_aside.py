@@ -14,7 +14,6 @@ from work import agreeing, worked
 
 from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.parity.receipt import RECEIPT, read_receipt
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.scoring import TokenScores
@@ -22,6 +21,7 @@ from lockstep.training.step import generation
 from lockstep.training.step.generation import branches_of, drawn_rollouts
 from lockstep.training.step.update import Policy
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.watch.receipt import RECEIPT, read_receipt
 
 PROMPTS = Dataset.from_list([{"prompt": f"What comes after {number}"} for number in range(16)])
 # A completion may have 8 tokens, so 16 of the 32 completions are drawn: 8 of the 16 groups.

@@ -22,13 +22,13 @@ import lockstep.training.step.generation
 from lockstep.engines.inbox import Inbox
 from lockstep.engines.protocol import Completion, Engine
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.receipt import RECEIPT, check_chain, check_receipt
 from lockstep.rollouts.group import Rollout
 from lockstep.rollouts.programs.interruptions import Interruption
+from lockstep.run.files.run_identity import curve_settings
 from lockstep.training.config.interruption import interruption_of
-from lockstep.training.run_files.run_identity import curve_settings
 from lockstep.training.step.generation import Generation, sequences_of
 from lockstep.training.step.step_proofs import StepProofs
+from lockstep.watch.receipt import RECEIPT, check_chain, check_receipt
 
 LIMIT = 20
 AFTER = INTERRUPTED["max_thinking_length"]

@@ -28,6 +28,7 @@ from lockstep import GRPOConfig
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.quantised import is_quantised
+from lockstep.run.trainers import online
 from lockstep.training import memory
 from lockstep.training.batch.pack import pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
@@ -36,7 +37,6 @@ from lockstep.training.forward import scoring
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
 from lockstep.training.memory import LayerShape, Pass, Room, RunMemory, RunModels
-from lockstep.training.trainers import online
 
 GIB = 2**30
 CPU = Room(torch.device("cpu"), "this machine", 64 * GIB)

@@ -19,8 +19,8 @@ from test_filtered_scores import ALONE, PROMPTS
 from tiny import make_model
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
-import lockstep.parity.backward.finite_differences as differences
 import lockstep.training.step.model_gradient as module
+import lockstep.watch.finite_differences as differences
 from lockstep.engines.filters.distribution import Sampling
 from lockstep.errors import LockstepError, ProofError
 from lockstep.training.batch.sequence import TrainingSequence

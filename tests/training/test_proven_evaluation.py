@@ -20,12 +20,12 @@ from transformers import EarlyStoppingCallback
 from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.tokens.arrays import reals
 from lockstep.training.generate.proofs.evaluation import drawn_sequences
 from lockstep.training.step.generation import sequences_of
 from lockstep.training.step.update import learn
 from lockstep.training.step.update_sums import UpdateSums
-from lockstep.training.trainers.online import OnlineTrainer
 
 HELD_OUT = Dataset.from_dict({"prompt": [f"how much is {i} - 1" for i in range(5)], "answer": list(range(5))})
 Make = Callable[..., OnlineTrainer]

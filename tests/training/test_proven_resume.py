@@ -26,8 +26,8 @@ import lockstep
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.policy import load_policy
-from lockstep.parity.receipt import RECEIPT, check_receipt, read_receipt
-from lockstep.training.trainers.hooks import whole_checkpoints
+from lockstep.run.trainers.hooks import whole_checkpoints
+from lockstep.watch.receipt import RECEIPT, check_receipt, read_receipt
 
 SAVES = {**GROUPS, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 Make = Callable[..., Any]
@@ -390,4 +390,4 @@ def test_every_template_of_a_run_gets_the_clock_of_the_run() -> None:
         if re.search(r"(config|args)\.chat_template_kwargs", path.read_text(encoding="utf-8"))
     }
     # What the user has given, under TRL's name.
-    assert found <= {"training/trainers/trl_names.py"}
+    assert found <= {"run/trainers/trl_names.py"}

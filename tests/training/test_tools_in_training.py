@@ -25,11 +25,11 @@ from portions import portion
 import lockstep
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.receipt import RECEIPT, check_receipt, read_receipt
 from lockstep.report.page.rollouts import turns_section
 from lockstep.report.summary import summary_lines
-from lockstep.training.run_files.shown_rollouts import live_sample, shown_rollout
-from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.run.files.shown_rollouts import live_sample, shown_rollout
+from lockstep.run.trainers.online import OnlineTrainer
+from lockstep.watch.receipt import RECEIPT, check_receipt, read_receipt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollouts"))
 import games

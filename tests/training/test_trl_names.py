@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCal
 import lockstep
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
+from lockstep.run.trainers.attribute import Attribute
+from lockstep.run.trainers.trl_names import TRLNames
 from lockstep.tokens.chat import render_prompt, with_joined_text
-from lockstep.training.trainers.attribute import Attribute
-from lockstep.training.trainers.trl_names import TRLNames
 
 
 def short(completions: list[str], **_: Any) -> list[float]:

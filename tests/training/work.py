@@ -16,12 +16,12 @@ import pytest
 import torch
 from methods import GROUPS, reference_of
 
+from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.step import generation, step_proofs
 from lockstep.training.step.model_gradient import Checked
 from lockstep.training.step.update import Policy
-from lockstep.training.trainers.online import OnlineTrainer
 
 # There are two groups per step: the rewards of the first prompt of `PROMPTS` are equal, those of the second one are not.
 TWO_GROUPS = {**GROUPS, "max_steps": 1, "shuffle_dataset": False}

@@ -12,11 +12,11 @@ from tiny import make_model
 
 from lockstep.engines.filters.sampling import filtered
 from lockstep.engines.protocol import Completion, RequestKey, Sampling
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.rescoring import Precision, sequence_logits
-from lockstep.parity.tolerances import tolerance
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.verify.logprob_checks import _semantics_row
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.rescoring import Precision, sequence_logits
+from lockstep.watch.tolerances import tolerance
 
 ASKED = Sampling(6, top_p=0.9)
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.audit.evidence import Scored, Values, score
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.rescoring import Precision
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.rescoring import Precision
 
 # An explanation counts only if it leaves less than this share of the gap.
 _EXPLAINS = 0.5

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lockstep.audit.dumps import AuditedRollout
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.rescoring import Precision, logit_chunks
-from lockstep.parity.sampling.bets import TokenDraws
+from lockstep.watch.bets import TokenDraws
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.rescoring import Precision, logit_chunks
 
 Values = NDArray[np.float64]
 _PLAIN = Precision()

@@ -68,10 +68,10 @@ def run(words: list[str]) -> int:
         from lockstep.engines.protocol import Sampling
         from lockstep.models.policy import load_policy
         from lockstep.models.resolve import resolve_model
-        from lockstep.parity.logprobs.distributions import Distribution
-        from lockstep.parity.logprobs.rescoring import Precision
-        from lockstep.parity.tolerances import tolerance
         from lockstep.tokens.tokenizer import load_tokenizer
+        from lockstep.watch.distributions import Distribution
+        from lockstep.watch.rescoring import Precision
+        from lockstep.watch.tolerances import tolerance
 
         quiet_libraries()
         path = resolve_model(asked.model)

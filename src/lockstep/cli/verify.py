@@ -261,7 +261,7 @@ def _adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterat
 
 
 def _check_receipt(path: Path) -> int:
-    from lockstep.parity.receipt import check_receipt
+    from lockstep.watch.receipt import check_receipt
 
     if not path.is_file():
         raise InputError(f"receipt {path} does not exist")

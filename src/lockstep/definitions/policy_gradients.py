@@ -1,6 +1,6 @@
 """The derivatives of every policy loss with respect to each token's log-prob, derived by hand from the papers' formulas.
 
-All functions take float64 arrays of the N tokens of one completion. `parity/step/gradient.py` compares the gradients that the loss
+All functions take float64 arrays of the N tokens of one completion. `watch/loss_gradient.py` compares the gradients that the loss
 gives with these derivatives. Some values are so near to a bound that rounding decides on which side they are. Their tokens are not
 compared.
 """

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from lockstep.engines.answers import check_answers
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, request_seed
 from lockstep.images.pictures import PromptPictures
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.proven_push import ProvenPusher, PushProof
-from lockstep.parity.sampling.independent_samples import check_samples
 from lockstep.sync.push import SleepingEngine, let_sleep
 from lockstep.tokens.arrays import Ids
 from lockstep.training.generate.recovery import Recovery
+from lockstep.watch.push import ProvenPusher, PushProof
+from lockstep.watch.rescoring import Precision
+from lockstep.watch.samples import check_samples
 
 
 class ProvenEngine:

@@ -42,9 +42,8 @@ from lockstep.integrations.trl_parameters import (
 from lockstep.integrations.trl_pictures import Shown, TrlPictures, tokenizer_of
 from lockstep.models.adapters import causal_model
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.proven_push import PushProof
 from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.run.trainers.setup.arguments import context_within
 from lockstep.server.keys import key_for
 from lockstep.tokens.arrays import Ids, Reals
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
@@ -56,7 +55,8 @@ from lockstep.training.generate.engine import (
     start_here,
     transport_here,
 )
-from lockstep.training.trainers.setup.arguments import context_within
+from lockstep.watch.push import PushProof
+from lockstep.watch.rescoring import Precision
 
 # A call can lose its engine at most four times. Each time it may push, generate and wait, for one time limit each.
 _LONGEST_CALL = 12

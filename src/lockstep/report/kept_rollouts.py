@@ -1,6 +1,6 @@
 """Reads the rollouts that a run keeps: one Parquet file per generation under `RUN/rollouts/`.
 
-`training/run_files/rollout_files.py` writes the files. The report, `lockstep rollouts` and `lockstep audit` read them with
+`run/files/rollout_files.py` writes the files. The report, `lockstep rollouts` and `lockstep audit` read them with
 `read_rollouts`. docs/reference/report.md describes every column. `datasets.load_dataset("parquet",
 data_files="RUN/rollouts/*.parquet")`
 reads them too.

@@ -59,7 +59,7 @@ class Driver:
     Args:
         tokenizer: decodes ids to text. It never makes ids.
         calls: runs the calls of tools and environments that programs make; None: programs wait for nothing but the engine.
-        check: raises if an answer does not fit its request (`parity/sampling/ends.py`).
+        check: raises if an answer does not fit its request (`watch/ends.py`).
     """
 
     def __init__(

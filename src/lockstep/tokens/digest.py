@@ -1,6 +1,6 @@
 """A digest of names and arrays, for proofs that two programs have the same values.
 
-`rollouts/seal.py` computes the digest of what was sampled, and `parity/step/learned.py` that of what a loss uses. The digest is
+`rollouts/seal.py` computes the digest of what was sampled, and `watch/custody.py` that of what a loss uses. The digest is
 xxh3-128. It costs about as much as reading the memory once. It finds faults, but it does not protect against forgery.
 """
 

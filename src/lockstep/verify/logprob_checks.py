@@ -13,12 +13,6 @@ import torch
 from lockstep.engines.protocol import Completion, Sampling
 from lockstep.engines.tensor_specs import dtype_name
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.gap import GapStats, PooledGap, measure_gap
-from lockstep.parity.logprobs.quantised_whole_inputs import whole_inputs
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps, logit_chunks
-from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptToken
-from lockstep.parity.tolerances import Tolerance, tolerance
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.training.batch.pack import Pack
@@ -32,6 +26,12 @@ from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
 from lockstep.verify.rows import Row, gap_row
 from lockstep.verify.stage import Stage
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.gap import GapStats, PooledGap, measure_gap
+from lockstep.watch.kept_sets import KeptSetProof, KeptToken
+from lockstep.watch.quantised_whole_inputs import whole_inputs
+from lockstep.watch.rescoring import Precision, completion_logps, logit_chunks
+from lockstep.watch.tolerances import Tolerance, tolerance
 
 # Largest relative distance of two gradients of the same log-probs.
 _ACCOUNTING_LIMIT = 1e-4
@@ -61,7 +61,7 @@ def _as_exact_as_possible(stage: Stage) -> Iterator[bool]:
 
     Yields:
         Whether the limits of the dtypes hold. They do not if the engine goes on to quantise its inputs
-        (`parity/logprobs/quantised_whole_inputs.py`).
+        (`watch/quantised_whole_inputs.py`).
     """
     error = stage.trainer.proofs.quantisation
     if error is None:

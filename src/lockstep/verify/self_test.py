@@ -25,7 +25,6 @@ from rich.table import Table
 
 from lockstep.errors import Interrupted, LockstepError, ProofError
 from lockstep.files import replace_text
-from lockstep.parity.logprobs.gap import PooledGap
 from lockstep.report.terminal import Terminal
 from lockstep.verify.draw_checks import many_draws
 from lockstep.verify.faults import (
@@ -50,6 +49,7 @@ from lockstep.verify.faults import (
 from lockstep.verify.faults.seams import REACH, Fault
 from lockstep.verify.run import CHECKS, restore
 from lockstep.verify.stage import Stage
+from lockstep.watch.gap import PooledGap
 
 FAULTS = (
     *tokens.FAULTS,

@@ -26,22 +26,22 @@ from lockstep.errors import InputError
 from lockstep.files import temporary_folder
 from lockstep.model_files import load_files
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.logprobs.gap import GapStats, measure_gap
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
-from lockstep.parity.resume.inputs import data_digest
-from lockstep.parity.tolerances import tolerance
-from lockstep.parity.weights.module_probe import ProbeRecord
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.run.evaluation import evaluate
+from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.hooks.run_files import RunFiles
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.data.prompt_order import MicroBatch
-from lockstep.training.evaluation import evaluate
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.trainers.grpo import GRPOTrainer
-from lockstep.training.trainers.hooks.run_files import RunFiles
 from lockstep.verify.sizes import SIZES
+from lockstep.watch.gap import GapStats, measure_gap
+from lockstep.watch.inputs import data_digest
+from lockstep.watch.modules import ProbeRecord
+from lockstep.watch.rescoring import Precision, completion_logps
+from lockstep.watch.tolerances import tolerance
 
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)
 _QUESTIONS = (

@@ -13,12 +13,6 @@ from tiny import make_model
 
 from lockstep.engines.protocol import Completion, RequestKey, Sampling
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.gap import GapStats, measure_gap
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps, sampled_logps
-from lockstep.parity.step.forward import check_plain, check_repeated
-from lockstep.parity.step.learned import SampledTokens
-from lockstep.parity.tolerances import tolerance
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.seal import seal_of
 from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
@@ -27,6 +21,12 @@ from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.objective import TokenBatch
 from lockstep.training.step.generation import sequences_of
 from lockstep.training.step.learned import check_aside, check_entering, sampled_tokens
+from lockstep.watch.custody import SampledTokens
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.forward import check_plain, check_repeated
+from lockstep.watch.gap import GapStats, measure_gap
+from lockstep.watch.rescoring import Precision, completion_logps, sampled_logps
+from lockstep.watch.tolerances import tolerance
 
 PACKINGS = {"trees": pack_sequences, "rows": pack_rows}
 

@@ -25,8 +25,8 @@ import lockstep.training.step.loss_gradient as flowing
 from lockstep.definitions import advantages as define
 from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.parity.step.gradient import check
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.watch.loss_gradient import check
 
 OWN = {"grpo-full", "rloo", "dpo-sigmoid", "reinforce++", "ppo", "grpo-cispo", "grpo-sapo", "grpo-vespo"}
 

@@ -31,7 +31,7 @@ from transformers.training_args import OptimizerNames
 from lockstep.definitions import optimizer as definition
 from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.parity.receipt import RECEIPT, read_receipt
+from lockstep.watch.receipt import RECEIPT, read_receipt
 
 SAVES = {**methods.GROUPS, "save_strategy": "steps", "save_steps": 1}
 Make = Callable[..., Any]

@@ -19,8 +19,8 @@ import lockstep
 from lockstep.definitions.schedules import PlateauSchedule
 from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.step.optimizer_settings import OptimizerSettings, Taken
-from lockstep.parity.step.rates import Rates
+from lockstep.watch.optimizer_settings import OptimizerSettings, Taken
+from lockstep.watch.rates import Rates
 
 # Arguments without which transformers cannot make a schedule.
 NEEDED: dict[str, dict[str, Any]] = {

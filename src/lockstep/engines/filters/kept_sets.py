@@ -1,7 +1,7 @@
 """Checks of the kept ids of a completion: they must fit the request and the tokens.
 
 `engines/answers.py` makes these checks for every answer. They need no logits. The trainer has the logits and later compares the
-sets with its own sets (`parity/sampling/kept_sets.py`).
+sets with its own sets (`watch/kept_sets.py`).
 """
 
 from __future__ import annotations

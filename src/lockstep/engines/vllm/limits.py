@@ -2,7 +2,7 @@
 
 That runner has a table of a fixed size per setting. A request with more ids would raise an error inside the engine's step, and end
 a server's engine. The process that runs the model reads the sizes from its vLLM (`engines/vllm/settings.py`). Requests are compared
-with them before they are sent (`engines/answers.py`), and those of a run at its start (`parity/handshake.py`).
+with them before they are sent (`engines/answers.py`), and those of a run at its start (`watch/handshake.py`).
 """
 
 from __future__ import annotations

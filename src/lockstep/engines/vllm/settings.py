@@ -1,6 +1,6 @@
 """The settings that vLLM runs with. They are read from `vllm_config` in the process that runs the model, as plain JSON.
 
-They go to `parity/handshake.py` as `EngineSettings`.
+They go to `watch/handshake.py` as `EngineSettings`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
-from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.secret import masked, without_secrets
 from lockstep.shards.settings import take_settings
 from lockstep.shards.zero.settings import check_values, take_zero_settings
@@ -52,6 +51,7 @@ from lockstep.training.config.fields.tools import ToolFields
 from lockstep.training.config.fields.trl import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
 from lockstep.training.config.launcher import meeting_ranks, take_launcher
 from lockstep.training.config.precision import has_fast_bf16
+from lockstep.watch.rescoring import Precision
 
 _logger = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ class OnlineConfig(
         if self.shards is not None and self.zero is not None:
             raise InputError("FSDP and DeepSpeed are both asked for; leave one of the two out")
         self.fsdp = self.fsdp_config = self.deepspeed = None
-        # A trainer sets the time of its run (`run_files/run_clock.py`).
+        # A trainer sets the time of its run (`run/files/run_clock.py`).
         self.template_clock = TemplateClock(datetime.now())
         check_accelerator(self.accelerator_config)
         with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):

@@ -1,6 +1,6 @@
 """Makes datasets of what a user gives as data: streams are read, evaluation sets get names, and all are checked.
 
-`training/trainers/online.py` calls it before a model is loaded, and `training/trainers/evaluation.py` for other rows. Then
+`run/trainers/online.py` calls it before a model is loaded, and `run/trainers/evaluation.py` for other rows. Then
 `training/data/prompts.py` makes the prompts.
 
 A stream (`datasets.IterableDataset`) is read before training begins: for training the rows that the run's steps need, in the order

@@ -1,6 +1,6 @@
 """Forwards of a sharded model: all ranks make them together (`shards/passes.py`).
 
-`training/step/update.py` scores packs through `in_passes`. `training/trainers/online.py` shards the models of a run.
+`training/step/update.py` scores packs through `in_passes`. `run/trainers/online.py` shards the models of a run.
 """
 
 from __future__ import annotations

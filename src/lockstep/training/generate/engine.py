@@ -31,7 +31,6 @@ from lockstep.models.adapters import causal_model
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.models.policy import BAD_FILES, context_length
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.handshake import check_settings, expected_settings
 from lockstep.report.busy import busy
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.driver import Driver
@@ -42,6 +41,7 @@ from lockstep.tokens.end import directory_end_ids
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.config.built_once import UNUSABLE
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.watch.handshake import check_settings, expected_settings
 
 _logger = logging.getLogger(__name__)
 

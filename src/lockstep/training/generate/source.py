@@ -1,6 +1,6 @@
 """The engine of a run with its proofs and rewards: push weights, sample completions, score them.
 
-Comes from: `training/loop.py`, which calls it on every rank. Gives back: scored groups, the same on every rank. One rank holds the
+Comes from: `run/loop.py`, which calls it on every rank. Gives back: scored groups, the same on every rank. One rank holds the
 engine and samples for all ranks. Reward functions run on every rank, each on its share of the groups.
 """
 
@@ -20,10 +20,6 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.models.adapters import causal_model
-from lockstep.parity.sampling.independent_samples import Seeds
-from lockstep.parity.sampling.staleness import check_staleness
-from lockstep.parity.tolerances import Tolerance, tolerance
-from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.alarms import Alarms
 from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
@@ -51,6 +47,10 @@ from lockstep.training.generate.rollouts.tools import RolloutTools
 from lockstep.training.generate.scoring import Scoring
 from lockstep.training.generate.server_changes import ServerChanges, server_changes
 from lockstep.training.step.generation import branches_of
+from lockstep.watch.samples import Seeds
+from lockstep.watch.settings import SettingsProof
+from lockstep.watch.staleness import check_staleness
+from lockstep.watch.tolerances import Tolerance, tolerance
 
 if TYPE_CHECKING:
     # It needs the libraries of a web server.

@@ -107,7 +107,7 @@ class Objective(ABC, Generic[Config]):
         epoch: number of completed passes over the training data.
         router_coefficient: weight of the auxiliary loss of a mixture of experts, which the step adds to the method's loss; 0:
             there is none.
-        definition: name of the definition that proves advantages and weights (`parity/step/advantages.py`); None: there is none.
+        definition: name of the definition that proves advantages and weights (`watch/advantages.py`); None: there is none.
     """
 
     epoch = 0

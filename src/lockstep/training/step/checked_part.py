@@ -1,4 +1,4 @@
-"""A drawn part of a real optimizer step whose gradient is compared with a plain forward, for `parity/backward/`.
+"""A drawn part of a real optimizer step whose gradient is compared with a plain forward, for `watch/finite_differences.py`.
 
 `training/step/model_gradient.py` draws it at the beginning of a step. `training/step/update.py` lets it go through the model in a
 pack of its own, with the loss, the backward and the hooks of every other pack. What this pack adds to `.grad` stays there: the
@@ -16,12 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion, RequestKey
-from lockstep.parity.backward.finite_differences import Added, Drawn
-from lockstep.parity.logprobs.distributions import Distribution
 from lockstep.tokens.arrays import filled, whole_numbers
 from lockstep.training.batch.pack import Pack, units_of
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import TokenScores
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.finite_differences import Added, Drawn
 
 # Among so many drawn units of sequences, the shortest one is the part.
 _AMONG = 4

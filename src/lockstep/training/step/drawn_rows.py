@@ -1,8 +1,8 @@
 """Whole rows of logits at drawn tokens of a micro-batch, and the proofs that need them: temperature and kept ids.
 
 `training/step/update.py` collects the hidden states of drawn tokens at each forward. When all packs of the micro-batch are through,
-the output head computes their logits once. `parity/user_settings.py` compares the log-probs of the loss with what the user has
-asked for, by the definitions in `definitions/sampling.py`. `parity/sampling/kept_sets.py` compares the engine's kept ids with the
+the output head computes their logits once. `watch/settings.py` compares the log-probs of the loss with what the user has
+asked for, by the definitions in `definitions/sampling.py`. `watch/kept_sets.py` compares the engine's kept ids with the
 filters.
 """
 
@@ -22,13 +22,13 @@ from lockstep.definitions.settings import UserSettings
 from lockstep.models.adapters import causal_model
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
-from lockstep.parity.logprobs.rescoring import LOGITS_BYTES
-from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats, KeptToken
-from lockstep.parity.user_settings import SettingsProof
 from lockstep.to_device import sent
 from lockstep.tokens.arrays import SmallIds
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats, KeptToken
+from lockstep.watch.rescoring import LOGITS_BYTES
+from lockstep.watch.settings import SettingsProof
 
 # Number of tokens that are drawn from each pack. As many are compared per micro-batch, about the same number of each pack. If kept
 # ids are compared, the number is larger, because a mean over few sets shows little.

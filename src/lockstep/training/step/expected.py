@@ -1,4 +1,4 @@
-"""A generation as plain values for the proof of advantages (`parity/step/advantages.py`).
+"""A generation as plain values for the proof of advantages (`watch/advantages.py`).
 
 `training/step/generation.py` makes the proof when it has made a generation. `training/step/update.py` compares each micro-batch.
 """
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.parity.step.advantages import AdvantageProof, Scored
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence, rollouts_of
 from lockstep.training.methods.objective import Objective, TokenBatch
+from lockstep.watch.advantages import AdvantageProof, Scored
 from lockstep.whose_code import is_lockstep
 
 

@@ -14,8 +14,6 @@ import torch
 
 from lockstep.engines.protocol import Completion
 from lockstep.errors import InputError
-from lockstep.parity.step.advantages import AdvantageProof
-from lockstep.parity.step.reference import check_reference_scores
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import RolloutGroup
@@ -28,6 +26,8 @@ from lockstep.training.step.distributed import share_of
 from lockstep.training.step.expected import advantage_proof
 from lockstep.training.step.score_all import AllScores, score_all
 from lockstep.training.step.update import Policy
+from lockstep.watch.advantages import AdvantageProof
+from lockstep.watch.reference import check_reference_scores
 
 # One rollout in `_ONE_IN` is verified whatever its reward is; more of them in small generations, so that the verified rollouts of a
 # generation may have `_AT_LEAST` tokens on average.

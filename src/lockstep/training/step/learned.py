@@ -1,6 +1,6 @@
-"""Gives the proof of what is learned (`parity/step/learned.py`) the seals of a generation, and the tensors of each pack.
+"""Gives the proof of what is learned (`watch/custody.py`) the seals of a generation, and the tensors of each pack.
 
-`training/loop.py` makes the proof when a generation has been scored. `training/step/update.py` compares each micro-batch.
+`run/loop.py` makes the proof when a generation has been scored. `training/step/update.py` compares each micro-batch.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lockstep.parity.step.learned import Entering, Sampled, SampledTokens, words_error
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.seal import row_of, words_of
 from lockstep.to_device import on_host
 from lockstep.tokens.digest import digest_of
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.objective import Scores, TokenBatch
+from lockstep.watch.custody import Entering, Sampled, SampledTokens, words_error
 
 
 def sampled_tokens(

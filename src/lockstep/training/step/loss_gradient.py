@@ -1,4 +1,4 @@
-"""Takes what flows back to the log-probs of packs, and compares it with the method's formula (`parity/step/gradient.py`).
+"""Takes what flows back to the log-probs of packs, and compares it with the method's formula (`watch/loss_gradient.py`).
 
 `training/step/update.py` makes one object per micro-batch, shows it every pack before its loss, and lets it compare after the last
 backward. So what a comparison costs at each call is spent once per micro-batch.
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.parity.step.gradient import Tokens, by_logps, by_values, check
 from lockstep.tokens.arrays import cut
 from lockstep.training.methods.objective import Objective, TokenBatch
 from lockstep.training.step.update_sums import as_float64
+from lockstep.watch.loss_gradient import Tokens, by_logps, by_values, check
 from lockstep.whose_code import is_lockstep
 
 

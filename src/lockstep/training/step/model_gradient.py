@@ -1,6 +1,6 @@
-"""Lets the trainer's own forward and backward compute gradients that `parity/backward/` compares with a plain forward.
+"""Lets the trainer's own forward and backward compute gradients that `watch/finite_differences.py` compares with a plain forward.
 
-`training/loop.py` calls it. At the first step of a run or a resume, and at every 50th step, a drawn sum of scores goes through the
+`run/loop.py` calls it. At the first step of a run or a resume, and at every 50th step, a drawn sum of scores goes through the
 model before the step's first forward, and is compared in float64. At every tenth step, a drawn part of the step itself is compared:
 what its backward adds to `.grad`, through all hooks, before gradients are clipped. That is compared in float32, and where it is
 over a part of its limit, other comparisons decide. Neither weights nor random numbers nor gradients are changed.
@@ -26,7 +26,15 @@ import torch
 from lockstep.engines.protocol import Sampling
 from lockstep.errors import LockstepError, ProofError
 from lockstep.models.quantised import is_quantised
-from lockstep.parity.backward.finite_differences import (
+from lockstep.shards.model import sharded
+from lockstep.to_device import on_host, sent
+from lockstep.tokens.arrays import places_of
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.step.checked_part import CheckedPart, completion_of, draw_part
+from lockstep.training.step.update import Policy
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.finite_differences import (
     Added,
     Directions,
     Drawn,
@@ -35,15 +43,7 @@ from lockstep.parity.backward.finite_differences import (
     check_model_gradient,
     check_repeated,
 )
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.tolerances import gradient_limit
-from lockstep.shards.model import sharded
-from lockstep.to_device import on_host, sent
-from lockstep.tokens.arrays import places_of
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.step.checked_part import CheckedPart, completion_of, draw_part
-from lockstep.training.step.update import Policy
+from lockstep.watch.tolerances import gradient_limit
 
 _logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The auxiliary loss of the routers of a mixture of experts, over a whole optimizer step.
 
-`training/loop.py` makes one object per step. `training/step/update.py` adds each pack's share to the loss. The loss multiplies how
+`run/loop.py` makes one object per step. `training/step/update.py` adds each pack's share to the loss. The loss multiplies how
 often an expert is chosen with how probable it is, both over all rows of the step. How often each expert is chosen must be known
 before the first backward. If the step is more than one pack, a forward without gradient counts it.
 """

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from lockstep.errors import InputError
-from lockstep.parity.logprobs.gap import GapStats
-from lockstep.parity.sampling.draws import DrawStats
-from lockstep.parity.sampling.kept_sets import KeptSetStats
 from lockstep.tokens.arrays import cut, joined, reals
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.methods.objective import Scores
 from lockstep.training.step.update import Policy
 from lockstep.training.step.update_sums import draws_of, gap_of
+from lockstep.watch.draws import DrawStats
+from lockstep.watch.gap import GapStats
+from lockstep.watch.kept_sets import KeptSetStats
 
 _KINDS = ("logps", "entropies", "values")
 

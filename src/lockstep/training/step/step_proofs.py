@@ -1,6 +1,6 @@
 """The proofs of one optimizer step that look at every pack: what enters its loss, and its forward.
 
-`training/loop.py` makes them at the beginning of a step, and `training/step/update.py` calls them.
+`run/loop.py` makes them at the beginning of a step, and `training/step/update.py` calls them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,6 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from lockstep.engines.protocol import Completion
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.step.advantages import AdvantageProof
-from lockstep.parity.step.forward import check_plain
-from lockstep.parity.step.learned import SampledTokens
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import TokenScores
@@ -26,6 +21,11 @@ from lockstep.training.methods.objective import TokenBatch
 from lockstep.training.step.checked_part import CheckedPart
 from lockstep.training.step.expected import check_batch, check_still
 from lockstep.training.step.learned import check_aside, check_entering
+from lockstep.watch.advantages import AdvantageProof
+from lockstep.watch.custody import SampledTokens
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.forward import check_plain
+from lockstep.watch.rescoring import Precision
 
 if TYPE_CHECKING:
     from lockstep.training.step.update import Policy
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlainForward:
-    """One drawn completion of a step, which is also scored by a plain forward (`parity/step/forward.py`)."""
+    """One drawn completion of a step, which is also scored by a plain forward (`watch/forward.py`)."""
 
     completion: Completion
     distribution: Distribution

@@ -19,8 +19,6 @@ from transformers import PreTrainedModel
 
 from lockstep.algorithms.router_balance import Routing
 from lockstep.errors import foreign_errors
-from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats
-from lockstep.parity.user_settings import SettingsProof
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.shards.model import sharded
@@ -39,6 +37,8 @@ from lockstep.training.step.loss_gradient import LossGradient
 from lockstep.training.step.router_loss import RouterLoss
 from lockstep.training.step.step_proofs import NO_PROOFS, StepProofs
 from lockstep.training.step.update_sums import UpdateSums, measure, measure_scored
+from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats
+from lockstep.watch.settings import SettingsProof
 
 
 @dataclass(frozen=True, slots=True)

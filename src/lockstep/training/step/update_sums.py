@@ -1,6 +1,6 @@
 """The figures of an optimizer step: sums over its packs, parts and ranks, and how a pack is added to them.
 
-`training/step/update.py` adds every pack after its forward. `training/loop.py` proves the sums, and logs their metrics.
+`training/step/update.py` adds every pack after its forward. `run/loop.py` proves the sums, and logs their metrics.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 
 from lockstep.algorithms.corrections import effective_sample_size
 from lockstep.algorithms.tally import Tally
-from lockstep.parity.logprobs.decomposition import split_gap
-from lockstep.parity.logprobs.gap import GapStats, Logps, measure_gap
-from lockstep.parity.sampling.bets import TokenDraws
-from lockstep.parity.sampling.draws import DrawStats, measure_draws
-from lockstep.parity.sampling.kept_sets import KeptSetStats
-from lockstep.parity.tolerances import Tolerance
 from lockstep.to_device import on_host
 from lockstep.tokens.arrays import cut
 from lockstep.training.batch.sequence import TrainingSequence, column, flat
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.objective import TokenBatch
+from lockstep.watch.bets import TokenDraws
+from lockstep.watch.draws import DrawStats, measure_draws
+from lockstep.watch.gap import GapStats, Logps, measure_gap
+from lockstep.watch.gap_parts import split_gap
+from lockstep.watch.kept_sets import KeptSetStats
+from lockstep.watch.tolerances import Tolerance
 
 Reals64 = NDArray[np.float64]
 

@@ -17,12 +17,12 @@ import torch
 import lockstep.engines.transformers_engine as transformers_engine
 import lockstep.engines.vllm.requests.conversion as vllm_requests
 from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
-from lockstep.parity.logprobs.rescoring import completion_logps
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.end import end_ids
 from lockstep.verify.faults.filters import samples_with
 from lockstep.verify.faults.seams import Fault, Patch, answers_become, is_vllm, requests_become
 from lockstep.verify.stage import Stage
+from lockstep.watch.rescoring import completion_logps
 
 # The largest bias that requests may have.
 _MOST = 100.0

@@ -13,7 +13,6 @@ import torch
 import lockstep.engines.transformers_engine as transformers_engine
 import lockstep.engines.vllm.in_process as vllm_inprocess
 from lockstep.engines.protocol import Completion, GenerationRequest
-from lockstep.parity.logprobs.rescoring import sequence_logits
 from lockstep.tokens.arrays import Reals, reals
 from lockstep.verify.faults.seams import (
     REACH,
@@ -26,6 +25,7 @@ from lockstep.verify.faults.seams import (
     vllm_worker,
 )
 from lockstep.verify.stage import Stage
+from lockstep.watch.rescoring import sequence_logits
 
 
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import linear
 
-import lockstep.parity.proven_push as proofs_module
-import lockstep.parity.weights.module_probe as probe_module
 import lockstep.sync.push as push_module
+import lockstep.watch.modules as probe_module
+import lockstep.watch.push as proofs_module
 from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
 from lockstep.engines.tensor_specs import Begun
 from lockstep.models.checkpoint_names import expert_names

@@ -1,6 +1,6 @@
 """The fields of runs with pictures.
 
-`training/config/online_config.py` inherits the fields. `training/trainers/setup/images.py` and `training/forward/policy.py` read
+`training/config/online_config.py` inherits the fields. `run/trainers/setup/images.py` and `training/forward/policy.py` read
 them.
 """
 

@@ -26,14 +26,14 @@ from transformers import PreTrainedModel
 from lockstep.engines.http.call_loop import Pending
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, Sampling
-from lockstep.parity.logprobs.canary import canary_gap, canary_sequences, check_canary
-from lockstep.parity.logprobs.decomposition import check_gap
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.gap import GapStats, PooledGap, measure_gap
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps, sampled_logps
-from lockstep.parity.tolerances import Tolerance
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.tokenizer import embedding_rows
+from lockstep.watch.canary import canary_gap, canary_sequences, check_canary
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.gap import GapStats, PooledGap, measure_gap
+from lockstep.watch.gap_parts import check_gap
+from lockstep.watch.rescoring import Precision, completion_logps, sampled_logps
+from lockstep.watch.tolerances import Tolerance
 
 Sequences = dict[str, tuple[int, ...]]
 # At least this many sampled tokens of a generation are compared, if it has as many. A mean over that many roundings is steady.

@@ -1,6 +1,6 @@
 """Proof of the scores: reward functions are asked again, with prompts, texts and columns that are made again from the data set.
 
-`training/loop.py` calls it once per generation, after the rewards. Each rank asks for one drawn group of its own share. The
+`run/loop.py` calls it once per generation, after the rewards. Each rank asks for one drawn group of its own share. The
 arguments of the functions are put together here a second time, beside `rollouts/scores/rewards.py`.
 """
 

@@ -1,6 +1,6 @@
 """The proof that an evaluation is one of the evaluation set, and the completions of it that the policy scores again.
 
-`training/loop.py` calls it. The gap and the draws of the drawn completions are judged by `training/generate/proofs/proofs.py`, as
+`run/loop.py` calls it. The gap and the draws of the drawn completions are judged by `training/generate/proofs/proofs.py`, as
 in training.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import ProofError
-from lockstep.parity.resume.inputs import data_digest
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.watch.inputs import data_digest
 
 _logger = logging.getLogger(__name__)
 

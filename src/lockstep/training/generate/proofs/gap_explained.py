@@ -1,7 +1,7 @@
 """The error of a parity gap that is over a limit: where the gap comes from, and which server's answers have it.
 
 Comes from: `training/generate/proofs/proofs.py`, when a gap is over a limit. Gives back: the error, which ends the run. The trainer
-scores a few completions again in other ways (`parity/logprobs/decomposition.py`).
+scores a few completions again in other ways (`watch/gap_parts.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.decomposition import decompose
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.gap import GapStats, gap_error, measure_gap, over_limits
-from lockstep.parity.logprobs.rescoring import Precision, sampled_logps
-from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.tolerances import Tolerance
+from lockstep.watch.distributions import Distribution
+from lockstep.watch.gap import GapStats, gap_error, measure_gap, over_limits
+from lockstep.watch.gap_parts import decompose
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.rescoring import Precision, sampled_logps
+from lockstep.watch.tolerances import Tolerance
 
 # How many completions, and tokens, a failed gap is explained with.
 _EXPLAINED = 3

@@ -1,6 +1,6 @@
 """The proofs on the tokens of a whole generation: they are the engine's, and draws from what it reported.
 
-`training/loop.py` calls them with the sums over all tokens, on the rank that holds the engine. The figures go to the receipt
+`run/loop.py` calls them with the sums over all tokens, on the rank that holds the engine. The figures go to the receipt
 (`training/generate/proofs/proofs.py`).
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.parity.logprobs.gap import GapStats
-from lockstep.parity.sampling.draws import DrawStats
-from lockstep.parity.sampling.kept_sets import KeptSetStats
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.training.generate.proofs.proofs import Proofs
 from lockstep.training.generate.recovery import Recovery
 from lockstep.training.step.generation import Generation
+from lockstep.watch.draws import DrawStats
+from lockstep.watch.gap import GapStats
+from lockstep.watch.kept_sets import KeptSetStats
 
 
 class GenerationProofs:

@@ -11,7 +11,7 @@
 | every evaluation | the same, over drawn completions |
 
 With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not, and staleness
-is bounded. `training/generate/proofs/ahead.py` proves the others. The checks themselves are in `parity/`. Trainers and `lockstep
+is bounded. `training/generate/proofs/ahead.py` proves the others. The checks themselves are in `watch/`. Trainers and `lockstep
 verify` call them through this module.
 """
 
@@ -27,20 +27,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Sampling
-from lockstep.parity.logprobs.gap import GapStats, JudgedGap, PooledGap, check_count, over_limits
-from lockstep.parity.logprobs.gap_tail import GapTail
-from lockstep.parity.logprobs.quantised_gap import QuantisationError
-from lockstep.parity.logprobs.rescoring import sampled_logps
-from lockstep.parity.proven_push import ProvenPusher, PushProof
-from lockstep.parity.receipt import RECEIPT, Receipt
-from lockstep.parity.sampling.draws import DrawEvidence, DrawStats, draw_metrics
-from lockstep.parity.sampling.ends import Ends
-from lockstep.parity.sampling.independent_samples import check_samples
-from lockstep.parity.sampling.kept_sets import KeptSetStats
-from lockstep.parity.step.optimizer_settings import Change
-from lockstep.parity.tolerances import Tolerance
-from lockstep.parity.user_settings import SettingsProof
-from lockstep.parity.weights.module_probe import ModuleProbe, ProbeRecord
 from lockstep.report.alarms import LINE, Alarm, Alarms
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.driver import decoding
@@ -51,6 +37,20 @@ from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.generate.proofs.ahead import ProofsAhead
 from lockstep.training.generate.proofs.gap_explained import ExplainedGap
 from lockstep.training.generate.proofs.receipt_lines import figures, start_line, step_line
+from lockstep.watch.draws import DrawEvidence, DrawStats, draw_metrics
+from lockstep.watch.ends import Ends
+from lockstep.watch.gap import GapStats, JudgedGap, PooledGap, check_count, over_limits
+from lockstep.watch.gap_tail import GapTail
+from lockstep.watch.kept_sets import KeptSetStats
+from lockstep.watch.modules import ModuleProbe, ProbeRecord
+from lockstep.watch.optimizer_settings import Change
+from lockstep.watch.push import ProvenPusher, PushProof
+from lockstep.watch.quantised_gap import QuantisationError
+from lockstep.watch.receipt import RECEIPT, Receipt
+from lockstep.watch.rescoring import sampled_logps
+from lockstep.watch.samples import check_samples
+from lockstep.watch.settings import SettingsProof
+from lockstep.watch.tolerances import Tolerance
 
 
 class Proofs:

@@ -1,6 +1,6 @@
 """The lines of a run's receipt: what the proofs at its start and at each step have found, as JSON types.
 
-`training/generate/proofs/proofs.py` gives the results, and `parity/receipt.py` writes the lines.
+`training/generate/proofs/proofs.py` gives the results, and `watch/receipt.py` writes the lines.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.engines.protocol import EngineSettings
-from lockstep.parity.logprobs.gap import GapStats, JudgedGap
-from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.tolerances import Tolerance
+from lockstep.watch.gap import GapStats, JudgedGap
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.tolerances import Tolerance
 
 
 def start_line(step: int, pusher: ProvenPusher, settings: EngineSettings, more: Mapping[str, Any]) -> dict[str, Any]:

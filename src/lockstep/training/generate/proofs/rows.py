@@ -1,6 +1,6 @@
 """Proof that reward functions got the row and the texts of each completion: both are made again from the data set, by prompt id.
 
-`training/loop.py` calls it with every scored generation. The rows of all groups are looked up, and the texts of one
+`run/loop.py` calls it with every scored generation. The rows of all groups are looked up, and the texts of one
 drawn group are made again.
 """
 
