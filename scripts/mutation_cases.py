@@ -103,7 +103,7 @@ POSITIONS = ("training/generate/engine.py", "tests/training/test_family_attentio
 DIGESTS = "tests/engines/test_device_digest.py"
 KEYED = "tests/sync/test_keyed_pushes.py"
 PUSH = ("sync/push.py", "tests/sync/test_push.py")
-STORED = ("sync/vllm/stored.py", "tests/sync/test_push.py")
+STORED = ("engines/vllm/receive.py", "tests/sync/test_push.py")
 LIVE = ("sync/live.py", "tests/sync/test_live.py")
 CHANGES = "tests/sync/test_changes.py"
 EXPLAINED = "tests/parity/test_decomposition.py::test_a_fault_of_the_"
@@ -4289,7 +4289,7 @@ MUTATIONS = [
     ),
     Mutation(
         "vLLM's processes choose how convolutions round",
-        "sync/vllm/plugin.py",
+        "engines/vllm/plugin.py",
         "    prepare_cuda()\n    end_with_trainer()",
         "    end_with_trainer()",
         "tests/sync/test_reload.py::test_convolutions_round_in_vllms_processes_as_in_the_trainer",

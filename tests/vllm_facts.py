@@ -283,7 +283,7 @@ vllm.model_executor.utils
 vllm.model_executor.models
   registry
 vllm.model_executor.models.registry
-  _run_in_subprocess  # replaced: sync/vllm/plugin.py
+  _run_in_subprocess  # replaced: engines/vllm/plugin.py
 vllm.model_executor.models.utils
   WeightsMapper@_map_name_with_shard
   WeightsMapper@get_rename_mapper

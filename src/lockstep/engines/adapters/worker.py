@@ -1,8 +1,8 @@
 """Adapters inside a vLLM worker: functions that load them from memory, read them back, probe them and remove them.
 
-vLLM itself loads adapters from files. `load_from_memory` replaces its loader: the worker then takes an adapter from the tensors
-that a trainer has sent, and reads no file. `engines/adapters/in_process.py` and `sync/vllm/worker.py` call these functions through
-`collective_rpc`.
+vLLM itself loads adapters from files. `load_from_memory` replaces its loader: the worker then takes an adapter from
+the tensors that a trainer has sent, and reads no file. `engines/adapters/in_process.py` and `engines/vllm/worker.py`
+call these functions through `collective_rpc`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import parse_fine_tuned_lora_name
 
+from lockstep.contract.adapters import DOWN
 from lockstep.contract.probe import sendable
 from lockstep.contract.protocol import LoadedWeights
 from lockstep.contract.tensors import dtype_name, tensor_specs
 from lockstep.engines.adapters.cpu_kernel import use_cpu_kernel
-from lockstep.engines.adapters.receiver import DOWN
 
 Named = tuple[str, torch.Tensor]
 

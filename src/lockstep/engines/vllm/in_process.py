@@ -1,9 +1,9 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
-The scheduler is in this process. The model is in this process too, or it is split over worker processes (`engines/vllm/workers/`).
-Requests come from an inbox (`contract/inbox.py`). The engine gives their ids to vLLM's engine loop, with their key as the request
-id. Weights come through vLLM's weight-transfer API with the backend of `sync/vllm/backend.py`. vLLM finds that backend through the
-entry point in pyproject.toml.
+The scheduler is in this process. The model is in this process too, or it is split over worker processes
+(`engines/vllm/workers/`). Requests come from an inbox (`contract/inbox.py`). The engine gives their ids to vLLM's
+engine loop, with their key as the request id. Weights come through vLLM's weight-transfer API with the backend of
+`engines/vllm/receive.py`. vLLM finds that backend through the entry point in pyproject.toml.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import torch
 import lockstep.engines.adapters.in_process as in_process
 import lockstep.sync.adapters.push as pushes
 import lockstep.sync.adapters.source as sources
+from lockstep.contract.adapters import UP
 from lockstep.contract.protocol import LoadedWeights
-from lockstep.engines.adapters.receiver import UP
 from lockstep.verify.faults.seams import REACH, Fault, Named, Patch, is_vllm, vllm_worker
 from lockstep.verify.stage import Stage
 

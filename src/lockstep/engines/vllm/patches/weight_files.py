@@ -1,7 +1,7 @@
 """Lets vLLM find the files of a model whose directory has `[`, `*` or `?` in its name.
 
 vLLM 0.32.0 joins the directory and a pattern such as `*.safetensors`, and reads all of it as a pattern. It then finds no files, or
-those of another directory. `sync/vllm/plugin.py` calls `find_files_by_name` in every process of vLLM.
+those of another directory. `engines/vllm/plugin.py` calls `find_files_by_name` in every process of vLLM.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class LockstepWorker:
         """The identity of this engine, and the settings that it runs with. Every trainer calls it first."""
         from lockstep.engines.adapters.worker import load_from_memory
         from lockstep.engines.vllm.patches.kept_ids import record_kept_ids
+        from lockstep.engines.vllm.port.reload import loaded_dtypes
         from lockstep.engines.vllm.requests.pictures import picture_cache_bytes, record_pictures
-        from lockstep.sync.vllm.reload import loaded_dtypes
 
         memory = load_from_memory(self)
         record_kept_ids(self)
