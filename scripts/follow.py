@@ -90,7 +90,7 @@ def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
     from lockstep.training.forward.scoring import TokenScores
     from lockstep.training.methods.objective import TokenBatch
     from lockstep.training.step.generation import Generation
-    from lockstep.training.step.model_gradient import Checked
+    from lockstep.watch.model_gradient import Checked
 
     made_of_prompts = (
         Prompt, GenerationRequest, Completion, Rollout, RolloutGroup, TrainingSequence, Generation, Pack, MicroBatch, TokenBatch,
@@ -137,10 +137,10 @@ def follow(use_vllm: bool) -> tuple[list[str], list[str]]:
         push = trainer.source.push
         trainer.source.push = lambda version: None  # type: ignore[method-assign]
         # This proof makes short sequences of its own, which lead nowhere.
-        trainer.loop.model_gradient.begin = lambda *_: Checked({})  # type: ignore[method-assign]
+        trainer.watch.model_gradient.begin = lambda *_: Checked({})  # type: ignore[method-assign]
         # The way ends at the loss. What follows is its backward, sums of the generation's figures, and proofs of them.
         trainer.accelerator.backward = unnoted(trainer.accelerator.backward)
-        trainer.loop.hooks.note()
+        trainer.watch.hooks.note()
         trainer.loop._finish_step = lambda *_: None  # type: ignore[method-assign]
         with noting(is_parameter, parameters):
             push(0)

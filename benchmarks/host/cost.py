@@ -51,19 +51,19 @@ from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.draw_sums import DrawSums
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
-from lockstep.training.generate.proofs.rows import check_rows
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.step import update_sums
 from lockstep.training.step.generation import Preparation
-from lockstep.training.step.learned import sampled_tokens
-from lockstep.training.step.step_proofs import StepProofs
 from lockstep.training.step.update import OptimizerStep, Policy
+from lockstep.watch.ahead import check_staleness
+from lockstep.watch.custody import sampled_tokens
 from lockstep.watch.draws import DrawEvidence, DrawStats, measure_draws
+from lockstep.watch.forward import StepProofs
 from lockstep.watch.gap import check_count
 from lockstep.watch.receipt import Receipt
+from lockstep.watch.rewards import check_rows
 from lockstep.watch.samples import check_samples
-from lockstep.watch.staleness import check_staleness
 
 SIZES = "64x512,256x1024,256x4096,1024x4096"
 # A row that is not part of the cost, and a row that replaces the first row of ROWS if vLLM is in the same process.

@@ -26,9 +26,9 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
 from lockstep.verify.stage import Stage
-from lockstep.watch.distributions import Distribution
-from lockstep.watch.expert_routing import experts_of
+from lockstep.watch.gap_explained import experts_of
 from lockstep.watch.rescoring import sampled_logps
 
 # A family, and further fields of its config.

@@ -119,28 +119,28 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.contract.tensors as reading
     import lockstep.rollouts.driver as driver
     import lockstep.run.loop as loop
-    import lockstep.training.generate.proofs.proofs as proofs
     import lockstep.training.step.generation as generation
     import lockstep.training.step.update_sums as update_sums
+    import lockstep.watch.engine as proofs
     from lockstep.rollouts.record import Record
     from lockstep.training.forward.draw_sums import DrawSums
-    from lockstep.training.generate.proofs.asked_again import AskedAgain
-    from lockstep.training.step.drawn_rows import DrawnRows
-    from lockstep.training.step.loss_gradient import LossGradient
-    from lockstep.training.step.model_gradient import ModelGradient
-    from lockstep.training.step.step_proofs import StepProofs
     from lockstep.training.step.update import Policy
     from lockstep.watch.accumulation import AccumulationProof
     from lockstep.watch.advantages import AdvantageProof
     from lockstep.watch.draws import DrawEvidence
     from lockstep.watch.ends import Ends
     from lockstep.watch.finite_differences import Added
+    from lockstep.watch.forward import StepProofs
     from lockstep.watch.hooks import HeldHooks
     from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats
+    from lockstep.watch.loss_gradient import LossGradient
+    from lockstep.watch.model_gradient import ModelGradient
     from lockstep.watch.modules import ModuleProbe
     from lockstep.watch.rates import Rates
     from lockstep.watch.receipt import Receipt
     from lockstep.watch.reference import FrozenWeights
+    from lockstep.watch.rewards import AskedAgain
+    from lockstep.watch.rows_of_logits import DrawnRows
     from lockstep.watch.samples import Seeds
     from lockstep.watch.settings import SettingsProof
     from lockstep.watch.update import UpdateProof

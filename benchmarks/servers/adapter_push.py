@@ -25,6 +25,7 @@ from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.adapters import add_adapter
+from lockstep.models.autocast import Precision
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
 from lockstep.sync.adapters.merged import weights_of
@@ -35,7 +36,6 @@ from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.watch.adapter_probe import check_adapter_probe
 from lockstep.watch.modules import ModuleProbe
 from lockstep.watch.push import ProvenPusher, PushProof
-from lockstep.watch.rescoring import Precision
 
 MODEL = "smollm2-135m-instruct"
 ROUNDS = 5

@@ -200,8 +200,8 @@ def put_ours() -> None:
     import trl
 
     import lockstep
-    import lockstep.training.generate.engine as starting
-    import lockstep.training.generate.proofs.proofs as proofs
+    import lockstep.run.engine as starting
+    import lockstep.watch.engine as proofs
     from lockstep.engines.transformers_engine import TransformersEngine
     from lockstep.run.trainers.online import OnlineTrainer
     from lockstep.watch.draws import DrawEvidence

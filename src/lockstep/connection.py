@@ -16,6 +16,7 @@ from lockstep.contract.protocol import Completion, EngineSettings, GenerationReq
 from lockstep.engines.http.server_calls import ServerCalls, check_urls
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import InputError, ProofError
+from lockstep.models.autocast import Precision
 from lockstep.server.keys import key_for
 from lockstep.sync.push import SyncRecord
 from lockstep.sync.wire.transport import WeightTransport, choose_transport
@@ -23,7 +24,6 @@ from lockstep.watch.gap import GapStats
 from lockstep.watch.handshake import check_settings, expected_settings
 from lockstep.watch.modules import ProbeRecord
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import Precision
 
 
 class Connection:

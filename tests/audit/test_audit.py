@@ -29,7 +29,7 @@ from lockstep.audit import evidence
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.cli.main import main
 from lockstep.contract.sampling import Sampling
-from lockstep.watch.distributions import Distribution
+from lockstep.contract.scored_as import Distribution
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,10 @@ from lockstep.engines.vllm import in_process, sleep
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.integrations.proven_engine import ProvenEngine
+from lockstep.models.autocast import Precision
+from lockstep.run import source
 from lockstep.sync.push import let_sleep
-from lockstep.training.generate import source
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import Precision
 
 pytestmark = VLLM
 REQUEST = GenerationRequest(RequestKey("p", 0), (7, 8, 9), Sampling(8), 5)

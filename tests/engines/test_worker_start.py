@@ -23,8 +23,8 @@ from lockstep.engines.vllm.workers.environment import keep_process_group, proces
 from lockstep.engines.vllm.workers.start import number_of_workers
 from lockstep.errors import InputError
 from lockstep.integrations.trl_parameters import check_parameters
-from lockstep.training.generate import engine as engine_choice
-from lockstep.training.generate.engine import check_beside_ranks, start_here
+from lockstep.run import engine as engine_choice
+from lockstep.run.engine import check_beside_ranks, start_here
 
 # A script without a guard: it would train again in each process that imports it.
 SCRIPT = """

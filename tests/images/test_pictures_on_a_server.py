@@ -37,10 +37,11 @@ from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.images.prompts import ImagePrompts
+from lockstep.models.autocast import Precision
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 from lockstep.watch.modules import ModuleProbe
-from lockstep.watch.rescoring import Precision, completion_logps
+from lockstep.watch.rescoring import completion_logps
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT = 1e-3

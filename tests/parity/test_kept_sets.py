@@ -18,16 +18,17 @@ from transformers import PreTrainedModel
 from lockstep.contract.filters import filtered, shaped_logits
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows
 from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.step import drawn_rows
-from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
-from lockstep.watch.distributions import Distribution
+from lockstep.training.step.update import hidden_states
+from lockstep.watch import rows_of_logits as drawn_rows
 from lockstep.watch.filter_bounds import FilterBounds
 from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats, KeptToken, mean_limit
 from lockstep.watch.rescoring import sequence_logits
+from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.tolerances import tolerance
 
 FILTERS = {

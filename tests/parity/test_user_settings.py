@@ -14,7 +14,7 @@ import torch
 from methods import GROUPS, INTERRUPTED
 from tiny import make_tokenizer
 
-import lockstep.training.generate.source as source_module
+import lockstep.run.source as source_module
 import lockstep.training.step.update as updating
 from lockstep import GRPOConfig, OnlineDPOConfig
 from lockstep.contract.filters import processed_logprobs

@@ -24,6 +24,7 @@ from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.requests.conversion import prompt_logprobs, sampling_params, scoring_params
 from lockstep.errors import InputError, ProofError
+from lockstep.models.autocast import Precision
 from lockstep.sync.adapters import source as adapter_source
 from lockstep.sync.adapters.live import check_adapter_live
 from lockstep.sync.adapters.merged import weights_of
@@ -34,7 +35,7 @@ from lockstep.watch.adapter_probe import check_adapter_probe
 from lockstep.watch.gap import measure_gap
 from lockstep.watch.modules import check_probe
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import Precision, completion_logps
+from lockstep.watch.rescoring import completion_logps
 
 LONG = torch.randint(10, 300, (100,), generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -20,6 +20,7 @@ from tiny import make_model
 from lockstep.contract.protocol import LoadedWeights
 from lockstep.contract.tensors import HeldWeights, tensor_specs
 from lockstep.errors import ProofError
+from lockstep.models.autocast import Precision
 from lockstep.sync.changes import LastPush, Update
 from lockstep.sync.push import forget_push, push_weights
 from lockstep.sync.source import PlainSource
@@ -29,7 +30,6 @@ from lockstep.sync.wire.gloo import GlooTransport
 from lockstep.sync.wire.nccl import NCCLTransport
 from lockstep.sync.wire.shared_memory import SharedMemoryTransport
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import Precision
 
 HALVES = [torch.bfloat16, torch.float16]
 

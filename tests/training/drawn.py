@@ -35,6 +35,7 @@ from lockstep.training.step.generation import prepare_generation, sequences_of
 from lockstep.training.step.score_all import score_all
 from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.watch.evidence import TokenEvidence
 
 # Gives the scalar loss of one optimizer step by the reference.
 ReferenceLoss = Callable[[Subject, Drawn, slice], torch.Tensor]
@@ -288,7 +289,7 @@ def check(
             generation.step(step, shape["micro"]), lambda those: score_all(policy, those, run).entropies
         )
         prepared = generation.with_step(step, shape["micro"], sequences)
-        sums = UpdateSums()
+        sums = UpdateSums(TokenEvidence())
         for micro in prepared.micro_batches[step * shape["micro"] : (step + 1) * shape["micro"]]:
             with kept():
                 learn(policy, micro, objective, PhaseClock(), sums)

@@ -39,10 +39,11 @@ from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
-from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
 from lockstep.training.step.generation import sequences_of
+from lockstep.training.step.update import hidden_states
 from lockstep.watch.gap import measure_gap, over_limits
 from lockstep.watch.kept_sets import KeptSetProof
+from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.tolerances import tolerance
 
 VERSION = 3

@@ -21,8 +21,9 @@ from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
-from lockstep.training.step.drawn_rows import DrawnRows, hidden_states
+from lockstep.training.step.update import hidden_states
 from lockstep.watch.kept_sets import KeptSetProof
+from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.tolerances import tolerance
 
 REGEX = Grammar("regex", r"[a-m]+( [0-9]{2})*")

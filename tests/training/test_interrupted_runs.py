@@ -27,7 +27,7 @@ from lockstep.rollouts.programs.interruptions import Interruption
 from lockstep.run.files.run_identity import curve_settings
 from lockstep.training.config.interruption import interruption_of
 from lockstep.training.step.generation import Generation, sequences_of
-from lockstep.training.step.step_proofs import StepProofs
+from lockstep.watch.forward import StepProofs
 from lockstep.watch.receipt import RECEIPT, check_chain, check_receipt
 
 LIMIT = 20

@@ -31,6 +31,7 @@ from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.step.score_all import score_all
 from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.watch.evidence import TokenEvidence
 
 MODELS = {kind: make_model(kind, tied=kind == "llama") for kind in ("qwen2", "llama")}
 # In double precision a difference is a mistake and not rounding, even if the drawn step is degenerate.
@@ -137,7 +138,7 @@ def gradients_beside_reference(
     expected_loss = reference_loss(exact, sequences, run)
     expected_loss.backward()
     expected = gradients(exact)
-    sums, size = UpdateSums(), -(-len(sequences) // parts)
+    sums, size = UpdateSums(TokenEvidence()), -(-len(sequences) // parts)
     policy = policy_of(model, plain_rows=plain_rows)
     for start in range(0, len(sequences), size):
         learn(policy, sequences[start : start + size], GRPOObjective(run), PhaseClock(), sums)

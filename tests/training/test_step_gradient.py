@@ -19,7 +19,7 @@ from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.training.forward.attention.tree_attention import TREE
-from lockstep.training.step import model_gradient
+from lockstep.watch import model_gradient
 from lockstep.watch.receipt import RECEIPT, read_receipt
 
 Fault = Callable[[OnlineTrainer], None]

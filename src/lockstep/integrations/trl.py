@@ -41,13 +41,10 @@ from lockstep.integrations.trl_parameters import (
 )
 from lockstep.integrations.trl_pictures import Shown, TrlPictures, tokenizer_of
 from lockstep.models.adapters import causal_model
+from lockstep.models.autocast import Precision
 from lockstep.models.resolve import resolve_model
 from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.run.trainers.setup.arguments import context_within
-from lockstep.server.keys import key_for
-from lockstep.tokens.arrays import Ids, Reals
-from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
-from lockstep.training.generate.engine import (
+from lockstep.run.engine import (
     check_beside_ranks,
     check_directory,
     check_positions,
@@ -55,8 +52,11 @@ from lockstep.training.generate.engine import (
     start_here,
     transport_here,
 )
+from lockstep.run.trainers.setup.arguments import context_within
+from lockstep.server.keys import key_for
+from lockstep.tokens.arrays import Ids, Reals
+from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
 from lockstep.watch.push import PushProof
-from lockstep.watch.rescoring import Precision
 
 # A call can lose its engine at most four times. Each time it may push, generate and wait, for one time limit each.
 _LONGEST_CALL = 12

@@ -11,11 +11,11 @@ from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.contract.tensors import dtype_name
 from lockstep.rollouts.group import Prompt
+from lockstep.run.engine import shake_hands
 from lockstep.tokens.arrays import whole_numbers
 from lockstep.tokens.chat import render_prompt
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import embedding_rows
-from lockstep.training.generate.engine import shake_hands
 from lockstep.verify.rows import Row
 from lockstep.verify.stage import Stage
 

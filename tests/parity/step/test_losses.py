@@ -21,7 +21,7 @@ import torch
 from portions import portion
 
 import lockstep.training.step.generation as preparing
-import lockstep.training.step.loss_gradient as flowing
+import lockstep.watch.loss_gradient as flowing
 from lockstep.contract.protocol import Engine
 from lockstep.definitions import advantages as define
 from lockstep.errors import ProofError

@@ -1,6 +1,6 @@
 """Interrupts completions that think for too long: an end of thinking is inserted after their ids, and they continue to an answer.
 
-These are the forced-length interruptions of ScaleRL (arXiv 2510.13786). `training/generate/source.py` gives this program to the
+These are the forced-length interruptions of ScaleRL (arXiv 2510.13786). `run/source.py` gives this program to the
 driver. The inserted ids are context, like a prompt. They were not sampled, so the policy does not learn from them and the proof
 leaves them out (`Completion.sampled`).
 """

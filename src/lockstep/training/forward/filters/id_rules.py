@@ -19,10 +19,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.contract.grammars import GrammarCompiler
 from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.tokens.arrays import Flags, Ids, chosen, places_of
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import embedding_rows
-from lockstep.watch.distributions import Distribution
 
 # A banned id gets this logit. Its probability is exactly 0, and products with it stay finite, which they would not with −inf.
 BANNED = -1e30

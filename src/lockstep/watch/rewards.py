@@ -1,7 +1,12 @@
-"""Proof of the scores: reward functions are asked again, with prompts, texts and columns that are made again from the data set.
+"""Proofs of rewards: a completion's row and text, its scores asked again, and the rows of an evaluation.
 
-`run/loop.py` calls it once per generation, after the rewards. Each rank asks for one drawn group of its own share. The
-arguments of the functions are put together here a second time, beside `rollouts/scores/rewards.py`.
+| check | what is compared |
+|-------|------------------|
+| `rows` | the prompt and the columns of each group with the row of its prompt id; the texts of one drawn group with its ids |
+| `scores` | the scores of one drawn group with those that the functions give when they are asked again |
+| `evaluation` | the rows of an evaluation with the evaluation set: every row once, in its order, with all of its completions |
+
+The functions' arguments are made a second time here, beside `rollouts/scores/rewards.py`, from the data set and by prompt id.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.scores.coroutines import is_coroutine_function
 from lockstep.rollouts.scores.guarded_call import call_within
 from lockstep.rollouts.scores.rewards import RewardFunction, RewardScorer, Scorer, reward_name
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.watch.inputs import data_digest
 
 _logger = logging.getLogger(__name__)
 
@@ -180,4 +187,120 @@ def _equal(one: Scores, other: Scores) -> bool:
     return len(one) == len(other) and all(
         a is b if a is None or b is None else abs(a - b) <= 1e-6 * max(abs(a), abs(b))
         for a, b in zip(one, other, strict=True)
+    )
+
+
+def check_rows(
+    groups: Sequence[RolloutGroup], rows: Mapping[str, Prompt], decode: Callable[[Any], str], seed: tuple[int, ...]
+) -> None:
+    """Compare groups with the rows of their prompt ids, and the texts of one drawn group with its ids.
+
+    Args:
+        rows: the prompts of the data set, by id.
+        decode: gives the text of ids, without special tokens.
+        seed: draws the group.
+
+    Raises:
+        ProofError: a group has the prompt or the columns of another row, or a completion has another text than that of its ids.
+    """
+    for group in groups:
+        row, own = rows.get(group.prompt.prompt_id), group.prompt
+        same = row is not None and (
+            own is row
+            or (
+                own.source == row.source
+                and np.array_equal(own.ids, row.ids)
+                and _same_columns(own.columns, row.columns)
+            )
+        )
+        if not same:
+            raise _wrong_row(
+                f"the group of prompt {own.prompt_id} does not have the prompt and the columns of that row"
+            )
+    drawn = groups[int(np.random.default_rng(seed).integers(len(groups)))]
+    for rollout in drawn.rollouts:
+        # What a program, an environment or an agent has noted may have made another text.
+        if rollout.notes or rollout.further:
+            continue
+        due = decode(rollout.token_ids.tolist())
+        if rollout.text != due:
+            raise _wrong_row(f"the text of {rollout.key} is {rollout.text[:60]!r}; its ids are {due[:60]!r}")
+
+
+def _same_columns(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two rows are equal. Values that have no truth value, such as arrays, are compared by their text."""
+    return one.keys() == other.keys() and all(repr(one[name]) == repr(other[name]) for name in one)
+
+
+def _wrong_row(found: str) -> ProofError:
+    return ProofError(
+        "rows",
+        found,
+        "rollouts were paired with another row or another completion's text, so that rewards belong to other completions",
+        "let nothing replace groups between sampling and scoring; otherwise this is a defect of Lockstep: report it",
+    )
+
+
+# One completion in this many is scored again, and at least this many completions.
+_ONE_IN, _AT_LEAST = 4, 64
+
+
+def check_evaluated(groups: Sequence[RolloutGroup], digest: str, num_generations: int) -> None:
+    """Check that groups are those of the evaluation set: every row once, in its order, with all of its completions.
+
+    Args:
+        digest: of the evaluation set's prompts (`data_digest`), from when the trainer was made.
+
+    Raises:
+        ProofError: rows are missing, were changed, or are of other data; or a row has another number of completions.
+    """
+    odd = [g.prompt.prompt_id for g in groups if len(g.rollouts) != num_generations]
+    if odd:
+        raise _wrong_evaluation(f"row {odd[0]} was evaluated with another number of completions than {num_generations}")
+    if data_digest(group.prompt for group in groups) != digest:
+        names = ", ".join(group.prompt.prompt_id for group in groups[:3])
+        raise _wrong_evaluation(
+            f"the {len(groups)} rows that were evaluated ({names}, …) are not those of the evaluation set"
+        )
+
+
+def drawn_sequences(sequences: Sequence[TrainingSequence], version: int, seed: int) -> list[TrainingSequence]:
+    """The completions of an evaluation that the policy scores again, in their order.
+
+    Args:
+        version: weight version that sampled them; it and the seed draw the completions.
+    """
+    count = min(len(sequences), max(_AT_LEAST, len(sequences) // _ONE_IN))
+    drawn = np.random.default_rng((seed, version)).choice(len(sequences), count, replace=False)
+    return [sequences[i] for i in np.sort(drawn)]
+
+
+def count_seen(train: Sequence[Prompt], evaluation: Sequence[Prompt], *, tell: bool) -> int:
+    """The number of evaluation prompts whose token ids and pictures are those of a training prompt.
+
+    Args:
+        tell: whether to print a warning if there are some.
+    """
+    known = {_content(prompt) for prompt in train}
+    seen = [prompt.prompt_id for prompt in evaluation if _content(prompt) in known]
+    if seen and tell:
+        _logger.warning(
+            f"{len(seen)} of {len(evaluation)} evaluation prompts are training prompts too ({seen[0]} first), "
+            "so the evaluation is not held out: remove them from one of the two datasets"
+        )
+    return len(seen)
+
+
+def _content(prompt: Prompt) -> tuple[bytes, tuple[str, ...]]:
+    """What two prompts have in common if a model cannot tell them apart."""
+    return prompt.ids.tobytes(), () if prompt.pictures is None else prompt.pictures.digests
+
+
+def _wrong_evaluation(found: str) -> ProofError:
+    return ProofError(
+        "evaluation",
+        found,
+        "the evaluation set was changed after the trainer was made, or something replaced its rows or its completions",
+        "give the evaluation set as eval_dataset when the trainer is made, and let nothing replace it; otherwise this is a defect "
+        "of Lockstep: report it",
     )

@@ -1,28 +1,123 @@
-"""Explains where a parity gap comes from: settings, dtypes, old weights, or a defect.
+"""The error of a parity gap that is over a limit: where the gap comes from, and which server's answers have it.
 
-It takes completions with a gap, the policy, and the engine at the same weight version. The same tokens are scored again in
-other ways, with one change at a time. The change that makes the gap vanish is its cause. The error that stops a run contains
-the result, and so does `lockstep verify`.
+Comes from: `watch/engine.py`, when a gap is over a limit. Gives back: the error, which ends the run. The trainer
+scores a few completions again in other ways (`watch/gap_explained.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.contract.protocol import Completion, ProbedEngine
+from lockstep.contract.protocol import Completion, Engine, ProbedEngine
 from lockstep.contract.sampling import Sampling
-from lockstep.errors import InputError
-from lockstep.watch.distributions import Distribution
-from lockstep.watch.expert_routing import routing_differences
-from lockstep.watch.gap import GapStats, gap_error, over_limits
+from lockstep.contract.scored_as import Distribution
+from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.errors import InputError, ProofError
+from lockstep.models.adapters import causal_model
+from lockstep.models.autocast import Precision
+from lockstep.models.routers import chosen_experts, experts_per_token, has_routers
+from lockstep.watch.gap import GapStats, gap_error, measure_gap, over_limits
 from lockstep.watch.modules import ModuleProbe
-from lockstep.watch.rescoring import Precision, sampled_logps
+from lockstep.watch.rescoring import in_precision, sampled_logps
 from lockstep.watch.tolerances import Tolerance
+
+# How many completions, and tokens, a failed gap is explained with.
+_EXPLAINED = 3
+_EXPLAINED_TOKENS = 2048
+
+
+class ExplainedGap:
+    """Explains a gap that is over a limit.
+
+    Args:
+        model: the trained model; it is only read.
+        distribution: the distribution that the trainer scores.
+        precision: how the trainer computes a forward.
+        probe: gives the probe of the engine's modules.
+        stale_by_design: whether tokens may be older than the trainer's weights.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        engine: Engine,
+        distribution: Distribution,
+        precision: Precision,
+        probe: Callable[[], ModuleProbe],
+        *,
+        stale_by_design: bool,
+    ) -> None:
+        self._model, self._engine, self._probe = model, engine, probe
+        self._distribution, self._precision = distribution, precision
+        self._stale_by_design = stale_by_design
+
+    def error(self, gap: GapStats, limit: Tolerance, completions: Sequence[Completion], version: int) -> ProofError:
+        """The error of a gap that is over a limit. It says where the gap comes from.
+
+        Args:
+            gap: over all compared tokens.
+            completions: the sampled completions. The worst one is scored again, and up to two others.
+            version: the weight version of the trainer.
+        """
+        chosen = _short_enough(sorted(completions, key=lambda c: str(c.key) != gap.worst)[:_EXPLAINED])
+        try:
+            found = decompose(
+                self._model,
+                self._engine,
+                chosen,
+                self._distribution,
+                self._precision,
+                self._probe(),
+                version,
+                limit,
+                stale_by_design=self._stale_by_design,
+                packed=gap,
+            )
+        except (RuntimeError, MemoryError) as error:
+            # Most often out of memory. The gap must be reported even where it cannot be explained.
+            why = f"its parts could not be computed ({type(error).__name__}: {str(error)[:200]})"
+            return gap_error(gap, limit, version, why, "not known", "run 'lockstep verify' on this model and engine")
+        cause = found.cause + self._servers_at_fault(completions, limit, version)
+        return gap_error(gap, limit, version, str(found.parts), cause, found.fix)
+
+    def _servers_at_fault(self, completions: Sequence[Completion], limit: Tolerance, version: int) -> str:
+        """The servers whose answers have a gap, as the end of a sentence; empty if there is one server, or if all have a gap."""
+        if not isinstance(self._engine, VLLMServer):
+            return ""
+        by_server: dict[str, list[Completion]] = {}
+        for c in completions:
+            if (c.sampled_versions == version).all():
+                by_server.setdefault(self._engine.server_of(c.key), []).append(c)
+        wrong = [url for url, answers in by_server.items() if over_limits(self._plain_gap(answers), limit)]
+        if not wrong or len(wrong) == len(by_server):
+            return ""
+        return f"; only the answers of {', '.join(wrong)} differ, those of the other servers agree"
+
+    def _plain_gap(self, completions: Sequence[Completion]) -> GapStats:
+        """The gap of a few completions, by the plain forward."""
+        found = GapStats()
+        for c in _short_enough(completions[:_EXPLAINED]):
+            own = sampled_logps(self._model, c, self._distribution, self._precision)
+            found += measure_gap(torch.from_numpy(c.sampled_logprobs.copy()), own, [str(c.key)], [len(own)])
+        return found
+
+
+def _short_enough(completions: Sequence[Completion]) -> list[Completion]:
+    """The first completion, and as many more as stay within the token limit."""
+    kept: list[Completion] = []
+    tokens = 0
+    for c in completions:
+        tokens += len(c.prompt_ids) + len(c.token_ids)
+        if kept and tokens > _EXPLAINED_TOKENS:
+            break
+        kept.append(c)
+    return kept
+
 
 # An explanation counts only if it leaves less than this share of the gap.
 _EXPLAINS = 0.5
@@ -277,3 +372,41 @@ def _reading(
         f"{'pictures that one side did not see or kept from older weights, ' if pictures else ''}or the trainer's own forward",
         "run 'lockstep verify' on this model; attention implementation and context extension (rope) are the usual suspects",
     )
+
+
+def routing_differences(
+    model: PreTrainedModel, completions: Sequence[Completion], precision: Precision
+) -> float | None:
+    """The share of (position, layer) pairs that a forward in `precision` routes to other experts than one without autocast.
+
+    Returns:
+        The share; None if the model has no routers, if both forwards compute in the same dtype, or if there are pictures.
+    """
+    inner = causal_model(model)
+    same = precision.dtype_of(model) == inner.dtype
+    if same or not has_routers(inner) or any(c.pictures is not None for c in completions):
+        return None
+    differing = pairs = 0
+    for c in completions:
+        ids = np.concatenate([c.prompt_ids, c.token_ids])[:-1]
+        one, other = (experts_of(inner, ids.tolist(), how) for how in (precision, Precision()))
+        differing += int((one != other).any(-1).sum())
+        pairs += one.shape[0] * one.shape[1]
+    return differing / max(pairs, 1)
+
+
+@torch.no_grad()
+def experts_of(model: PreTrainedModel, ids: Sequence[int], precision: Precision) -> torch.Tensor:
+    """(L, T, K) ids of the experts to which the plain forward of one sequence routes its T positions.
+
+    Args:
+        model: a causal language model, without the wrapper of an adapter.
+    """
+    row, was_training = torch.tensor([list(ids)], device=model.device), model.training
+    model.eval()
+    try:
+        with in_precision(model, precision):
+            outputs = model.base_model(input_ids=row, use_cache=False, output_router_logits=True)
+    finally:
+        model.train(was_training)
+    return chosen_experts(outputs.router_logits, experts_per_token(model))

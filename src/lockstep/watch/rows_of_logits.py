@@ -1,7 +1,7 @@
 """Whole rows of logits at drawn tokens of a micro-batch, and the proofs that need them: temperature and kept ids.
 
-`training/step/update.py` collects the hidden states of drawn tokens at each forward. When all packs of the micro-batch are through,
-the output head computes their logits once. `watch/settings.py` compares the log-probs of the loss with what the user has
+The hidden states of drawn tokens are kept at each forward. When all packs of the micro-batch are through, the output head
+computes their logits once. `watch/settings.py` compares the log-probs of the loss with what the user has
 asked for, by the definitions in `definitions/sampling.py`. `watch/kept_sets.py` compares the engine's kept ids with the
 filters.
 """
@@ -9,7 +9,7 @@ filters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,12 +20,15 @@ from transformers import PreTrainedModel
 from lockstep.definitions.sampling import logprob
 from lockstep.definitions.settings import UserSettings
 from lockstep.models.adapters import causal_model
+from lockstep.models.autocast import Precision
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
+from lockstep.shards.model import sharded
 from lockstep.to_device import sent
 from lockstep.tokens.arrays import SmallIds
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.step.update import Policy
 from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats, KeptToken
 from lockstep.watch.rescoring import LOGITS_BYTES
 from lockstep.watch.settings import SettingsProof
@@ -35,19 +38,6 @@ from lockstep.watch.settings import SettingsProof
 _DRAWN, _DRAWN_SETS = 8, 64
 # A token so far from the start of its completion is not compared with the filters, because all ids before it would be read.
 _LONGEST = 4096
-
-
-@contextmanager
-def hidden_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """A context that collects the last hidden states of each forward of the model."""
-    found: list[torch.Tensor] = []
-    handle = causal_model(model).base_model.register_forward_hook(
-        lambda module, given, output: found.append(output.last_hidden_state.detach())
-    )
-    try:
-        yield found
-    finally:
-        handle.remove()
 
 
 @dataclass(frozen=True)
@@ -82,10 +72,11 @@ class DrawnRows:
     Args:
         settings: what the user has asked for; None: log-probs are not compared.
         kept_sets: compares the engine's kept ids; None: the run has no such filters.
+        precision: how the trainer computes a forward.
     """
 
-    def __init__(self, settings: SettingsProof | None, kept_sets: KeptSetProof | None) -> None:
-        self._settings, self._kept_sets = settings, kept_sets
+    def __init__(self, settings: SettingsProof | None, kept_sets: KeptSetProof | None, precision: Precision) -> None:
+        self._settings, self._kept_sets, self._precision = settings, kept_sets, precision
         self._rows: list[_Row] = []
         self._hidden: list[torch.Tensor] = []
         # The log-probs of the rows, as the loss uses them.
@@ -116,8 +107,24 @@ class DrawnRows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def check(self, policy: Policy) -> KeptSetStats:
+        """Check the drawn tokens with a policy whose weights are still those of their forwards. The rows are forgotten then.
+
+        Raises:
+            ProofError: as in `check_with`.
+        """
+        if not self._rows:
+            return KeptSetStats()
+        shards, model, precision = sharded(policy.model), policy.model, self._precision
+        fp32_head = precision.head is not None
+        single = fp32_head or (precision.autocast is None and model.dtype == torch.float32)
+        with nullcontext() if shards is None else shards.whole_head():
+            found = self.check_with(model, fp32_head=fp32_head, single=single)
+        self._rows, self._hidden, self._logps = [], [], []
+        return found
+
     @torch.no_grad()
-    def check(self, model: PreTrainedModel, *, fp32_head: bool, single: bool) -> KeptSetStats:
+    def check_with(self, model: PreTrainedModel, *, fp32_head: bool, single: bool) -> KeptSetStats:
         """Check the drawn tokens, when all packs of the micro-batch are through.
 
         The output head computes in the dtype of its weight: a cast of the whole weight would cost more than the product.

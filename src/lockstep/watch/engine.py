@@ -11,7 +11,7 @@
 | every evaluation | the same, over drawn completions |
 
 With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not, and staleness
-is bounded. `training/generate/proofs/ahead.py` proves the others. The checks themselves are in `watch/`. Trainers and `lockstep
+is bounded. `watch/ahead.py` proves the others. The checks themselves are in `watch/`. Trainers and `lockstep
 verify` call them through this module.
 """
 
@@ -28,30 +28,37 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.errors import InputError
 from lockstep.report.alarms import LINE, Alarm, Alarms
+from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.driver import decoding
+from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.rollouts.ahead import GenerationsAhead
+from lockstep.rollouts.driver import Start, decoding
 from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.recovery import Recovery
 from lockstep.sync.push import drop_record
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
-from lockstep.training.generate.proofs.ahead import ProofsAhead
-from lockstep.training.generate.proofs.gap_explained import ExplainedGap
-from lockstep.training.generate.proofs.receipt_lines import figures, start_line, step_line
+from lockstep.training.step.generation import Generation, branches_of
+from lockstep.watch.ahead import ProofsAhead, check_staleness
 from lockstep.watch.draws import DrawEvidence, DrawStats, draw_metrics
 from lockstep.watch.ends import Ends
-from lockstep.watch.gap import GapStats, JudgedGap, PooledGap, check_count, over_limits
-from lockstep.watch.gap_tail import GapTail
+from lockstep.watch.gap import GapStats, GapTail, JudgedGap, PooledGap, check_count, over_limits
+from lockstep.watch.gap_explained import ExplainedGap
 from lockstep.watch.kept_sets import KeptSetStats
 from lockstep.watch.modules import ModuleProbe, ProbeRecord
 from lockstep.watch.optimizer_settings import Change
 from lockstep.watch.push import ProvenPusher, PushProof
 from lockstep.watch.quantised_gap import QuantisationError
-from lockstep.watch.receipt import RECEIPT, Receipt
+from lockstep.watch.receipt import RECEIPT, Receipt, figures, start_line, step_line
 from lockstep.watch.rescoring import sampled_logps
-from lockstep.watch.samples import check_samples
+from lockstep.watch.samples import Seeds, check_samples
 from lockstep.watch.settings import SettingsProof
-from lockstep.watch.tolerances import Tolerance
+from lockstep.watch.tolerances import Tolerance, tolerance
+
+# What a watcher shows during the first proof.
+_PROVING = "proving every module of the engine"
 
 
 class Proofs:
@@ -100,7 +107,12 @@ class Proofs:
         self.distribution = rules.distribution
         self._ahead = ProofsAhead(model, engine, self.distribution, self.precision, config.seed)
         self._explained = ExplainedGap(
-            model, engine, self.distribution, self.precision, self._pusher, stale_by_design=config.max_staleness > 0
+            model,
+            engine,
+            self.distribution,
+            self.precision,
+            lambda: self._pusher.module_probe,
+            stale_by_design=config.max_staleness > 0,
         )
         self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer, special=True))
         settings.check_sampling(rules.sampling, "the distribution that the trainer scores")
@@ -477,3 +489,200 @@ class Proofs:
         """The receipt's fields about stale tokens; empty for a run that has none."""
         found = self._ahead.figures()
         return {"stale_tokens": stale, **{name: figures(*of) for name, of in found.items()}} if found else {}
+
+
+class GenerationProofs:
+    """The proofs on generations.
+
+    Args:
+        ahead: the generations that the engine samples ahead; None: there are none.
+        push: pushes the weights of a version. It is called if the engine was lost after it was asked.
+        limit: seconds that a request may wait behind generations that began earlier.
+    """
+
+    def __init__(
+        self,
+        proofs: Proofs,
+        recovery: Recovery,
+        ahead: GenerationsAhead | None,
+        push: Callable[[int], None],
+        limit: float,
+    ) -> None:
+        self._proofs, self._recovery, self._ahead = proofs, recovery, ahead
+        self._push, self._limit = push, limit
+
+    def check(
+        self,
+        gap: GapStats,
+        draws: DrawStats,
+        kept_sets: KeptSetStats,
+        generation: Generation,
+        step: int,
+        *,
+        record: bool = True,
+    ) -> None:
+        """Check the parity gap of a whole generation and its draws, and write them to the receipt.
+
+        Args:
+            gap: over all tokens of the generation but those that are left aside.
+            draws: over all tokens of its drawn rollouts. The draws of a generation count once, at the first call.
+            kept_sets: over drawn tokens.
+            record: write the receipt's line; there is one per generation.
+
+        Raises:
+            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
+        """
+        version = generation.version
+        if self._ahead is not None:
+            if not record:
+                # The gap is checked once per generation, together with the canary. The policy does not change before that.
+                self._proofs.check_draws(draws, version)
+                return
+            self._recovery.run(lambda: self._prove_ahead(generation))
+        self._proofs.check_gap(gap, kept_sets, generation.due_tokens, generation.completions, version)
+        self._proofs.check_draws(draws, version)
+        if record:
+            self._proofs.write(gap, generation.sampled_tokens, generation.aside_tokens, step, version)
+
+    def _prove_ahead(self, generation: Generation) -> None:
+        """The proofs of a run with tokens of older weights, before the policy changes."""
+        assert self._ahead is not None
+        version = generation.version
+        if not self._proofs.canary_is_due:
+            # The engine was lost after it was asked.
+            self._push(version)
+            self._proofs.ask_again(generation.completions, version, self._limit)
+        self._proofs.check_asked_again(version)
+        begun = {number: [c for r in found for c in r.branches] for number, found in self._ahead.finished().items()}
+        self._proofs.check_begun(begun, version)
+
+
+class EngineWatch:
+    """The proofs of the engine on one rank, before they are needed and where another rank holds the engine.
+
+    Args:
+        model: the trained model; it is only read.
+        sampling: the distribution of every request.
+        bets: whether the draws proof bets on the tokens.
+
+    Attributes:
+        decode: gives the text of ids, without special tokens.
+        searches_top_p: whether the engine searches the edge of top-p (`FilterBounds`). Every rank proves the sets of its own
+            tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: OnlineConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        clock: PhaseClock,
+        ranks: Ranks,
+        settings: SettingsProof,
+        sampling: Sampling,
+        *,
+        bets: bool,
+    ) -> None:
+        self.model, self._config, self._tokenizer, self._clock, self._ranks = model, config, tokenizer, clock, ranks
+        self._settings, self._sampling, self._bets = settings, sampling, bets
+        self.decode = decoding(tokenizer)
+        self.searches_top_p, self._proven, self._seeds = False, False, Seeds()
+        self._limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(model))
+        self._proofs: Proofs | None = None
+        self._generations: GenerationProofs | None = None
+        self._recovery: Recovery | None = None
+
+    def opened(self, engine: Engine) -> Proofs:
+        """There is an engine on this rank."""
+        self._proofs = Proofs(
+            self.model,
+            engine,
+            self._config,
+            self._tokenizer,
+            self._clock,
+            self._settings,
+            self._sampling,
+            bets=self._bets,
+        )
+        return self._proofs
+
+    def works(
+        self, recovery: Recovery, ahead: GenerationsAhead | None, push: Callable[[int], None], limit: float
+    ) -> None:
+        """The engine of this rank can be given work. The arguments are those of `GenerationProofs`."""
+        self._recovery = recovery
+        self._generations = GenerationProofs(self.proofs, recovery, ahead, push, limit)
+
+    @property
+    def proofs(self) -> Proofs:
+        """The proofs.
+
+        Raises:
+            InputError: another rank holds the engine.
+        """
+        if self._proofs is None:
+            raise InputError(f"rank {self._ranks.rank} holds no engine")
+        return self._proofs
+
+    @property
+    def generations(self) -> GenerationProofs:
+        """The proofs on what a generation learned from; only on the rank that holds the engine."""
+        assert self._generations is not None
+        return self._generations
+
+    @property
+    def limit(self) -> Tolerance:
+        """The limits on the gap of sampled tokens; on a rank without the engine, those of the dtypes."""
+        return self._limit if self._proofs is None else self._proofs.limit_of_tokens
+
+    def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
+        """Open the receipt, and prove the engine before it samples the first rollout. `inputs` stand in the receipt."""
+        self._prove("start", lambda: self.proofs.start(folder, step, inputs))
+
+    def prove_first(self, version: int) -> None:
+        """Prove the engine before it samples for the first time, if `start` has not done so. Every rank calls."""
+        if not self._proven:
+            self._prove("prove", lambda: self.proofs.prove_engine(version))
+
+    def _prove(self, name: str, prove: Callable[[], object]) -> None:
+        def work() -> None:
+            assert self._recovery is not None
+            self._recovery.run(prove)
+
+        with busy(_PROVING, self._clock.progress):
+            self._ranks.on_owner(name, work)
+        self._proven = True
+
+    def asked(self, starts: Sequence[Start], version: int) -> None:
+        """Requests will be sent. No two of them may have one seed."""
+        self._seeds.check({start.key: start.seed for start in starts}, version)
+
+    def sampled(self, groups: Sequence[RolloutGroup], *, one_turn: bool) -> None:
+        """The engine has answered all requests of these groups.
+
+        Args:
+            one_turn: whether every completion is one answer to one request.
+        """
+        self.proofs.check_groups(groups)
+        if one_turn:
+            self.proofs.check_completions(branches_of(groups))
+
+    def taken_ahead(self, groups: Sequence[RolloutGroup], version: int, *, one_turn: bool, limit: float) -> None:
+        """Groups were taken whose tokens may be older than `version`.
+
+        Args:
+            limit: seconds that the engine's answer to a further question may take.
+        """
+        completions = branches_of(groups)
+        check_staleness(completions, version, self._config.max_staleness)
+        self.sampled(groups, one_turn=one_turn)
+        self.proofs.ask_again(completions, version, limit)
+
+    def note_unproven(self, step: int, proof: str, why: str) -> None:
+        """Write into the receipt that a proof could not be made at a step. On ranks without the engine nothing is written."""
+        if self._proofs is not None:
+            self._proofs.note_unproven(step, proof, why)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the proofs on the current generation; empty on a rank without the engine."""
+        return self.proofs.metrics() if self._ranks.owner else {}

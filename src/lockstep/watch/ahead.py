@@ -9,12 +9,12 @@ minimum of tokens of every generation is compared at two other times:
   Their log-probs must be those that the engine reported.
 
 The first shows that both sides give these tokens the same log-probs now, the second that they did when the tokens were sampled. The
-canary is scored with the first. `training/generate/proofs/proofs.py` owns this object.
+canary is scored with the first. `watch/engine.py` owns this object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,14 +26,16 @@ from transformers import PreTrainedModel
 from lockstep.call_loop import Pending
 from lockstep.contract.protocol import Completion, Engine
 from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.errors import ProofError
+from lockstep.models.autocast import Precision
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.canary import canary_gap, canary_sequences, check_canary
-from lockstep.watch.distributions import Distribution
 from lockstep.watch.gap import GapStats, PooledGap, measure_gap
-from lockstep.watch.gap_parts import check_gap
-from lockstep.watch.rescoring import Precision, completion_logps, sampled_logps
+from lockstep.watch.gap_explained import check_gap
+from lockstep.watch.rescoring import completion_logps, sampled_logps
 from lockstep.watch.tolerances import Tolerance
 
 Sequences = dict[str, tuple[int, ...]]
@@ -208,3 +210,27 @@ def _path(completion: Completion, context: int) -> Ids:
 def _fits(completion: Completion, context: int) -> bool:
     """Whether the engine can score the first sampled token of a completion."""
     return len(completion.prompt_ids) + int(completion.sampled_places[0]) < context - 1
+
+
+def check_staleness(completions: Iterable[Completion], version: int, most: int) -> None:
+    """Check the age of tokens against a limit.
+
+    Args:
+        version: the weight version that the engine holds, and that learns from these tokens first.
+        most: largest allowed age of a token, in versions.
+
+    Raises:
+        ProofError: a token is older than allowed, or newer than `version`.
+    """
+    for completion in completions:
+        if not len(completion.token_ids):
+            continue
+        oldest, newest = int(completion.weight_versions.min()), int(completion.weight_versions.max())
+        if oldest < version - most or newest > version:
+            raise ProofError(
+                "staleness",
+                f"request {completion.key} has tokens of versions {oldest} to {newest}, at version {version} with a staleness of "
+                f"at most {most}",
+                "generations were not used in order, or the engine delayed a request over too many pushes",
+                "report it with this message; max_staleness=0 runs without generations ahead",
+            )

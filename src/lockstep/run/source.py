@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,36 +21,29 @@ from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.models.adapters import causal_model
 from lockstep.report.alarms import Alarms
-from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.conversation import Program, single_turn
-from lockstep.rollouts.driver import Driver, OnRollout, Start, decoding, groups_from, sampled_now, starts_for
+from lockstep.rollouts.driver import Driver, OnRollout, Start, groups_from, sampled_now, starts_for
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.interruptions import interrupted
+from lockstep.rollouts.recovery import Recovery
 from lockstep.rollouts.scores.rewards import Scorer
+from lockstep.run.engine import check_directory, generations_ahead, shake_hands, start_engine
+from lockstep.run.server_changes import ServerChanges, server_changes
 from lockstep.sync.push import let_sleep
 from lockstep.tokens.end import end_ids
 from lockstep.training.config.interruption import interruption_of
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
-from lockstep.training.generate.engine import check_directory, generations_ahead, shake_hands, start_engine
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
-from lockstep.training.generate.proofs.asked_again import AskedAgain
-from lockstep.training.generate.proofs.generation import GenerationProofs
-from lockstep.training.generate.proofs.proofs import Proofs
-from lockstep.training.generate.recovery import Recovery
 from lockstep.training.generate.rollouts.function import RolloutFunction
 from lockstep.training.generate.rollouts.tools import RolloutTools
 from lockstep.training.generate.scoring import Scoring
-from lockstep.training.generate.server_changes import ServerChanges, server_changes
-from lockstep.training.step.generation import branches_of
-from lockstep.watch.samples import Seeds
+from lockstep.watch.engine import EngineWatch, Proofs
 from lockstep.watch.settings import SettingsProof
-from lockstep.watch.staleness import check_staleness
-from lockstep.watch.tolerances import Tolerance, tolerance
 
 if TYPE_CHECKING:
     # It needs the libraries of a web server.
@@ -59,8 +51,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-# What a watcher shows during the first proof.
-_PROVING = "proving every module of the engine"
 # Seconds of a generation that tools and environments may hold the engine before it is said.
 _LONG = 20.0
 
@@ -105,14 +95,6 @@ class RolloutSource:
         alarms: Alarms,
     ) -> None:
         self._tokenizer = tokenizer
-        self.decode = decoding(tokenizer)
-        self.asked_again = AskedAgain(
-            scorer,
-            self.decode,
-            config.reward_timeout,
-            wanted=config.recheck_rewards,
-            by_group=config.overlap_rewards,
-        )
         self._config, self._clock, self._ranks = config, clock, ranks
         self.policy, self._settings, self._images = policy, settings, images
         self._end_ids = end_ids(causal_model(policy), tokenizer)
@@ -123,21 +105,18 @@ class RolloutSource:
         self._tools, self.rollout_function = tools, function
         self.alarms = alarms
         self._scoring = Scoring(scorer, ranks, tools, alarms)
-        self._limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(policy))
         self._owns_engine = given is None
-        self._proven = False
-        self._seeds = Seeds()
+        # A rollout_func may choose between samples, so its tokens are not bet on.
+        bets = function is None
+        self.watch = EngineWatch(policy, config, tokenizer, clock, ranks, settings, self.sampling, bets=bets)
         self._engine: Engine | None = given
-        self._proofs: Proofs | None = None
         self._recovery: Recovery | None = None
-        self._generation_proofs: GenerationProofs | None = None
         self._driver: Driver | None = None
         self._ahead: GenerationsAhead | None = None
         self._server_changes: ServerChanges | None = None
         # A group of the last metrics, for the live view.
         self.shown_group: RolloutGroup | None = None
-        # Whether the engine searches the edge of top-p (`FilterBounds`). Every rank proves the sets of its own tokens.
-        self.searches_top_p = self._ranks.from_owner(
+        self.watch.searches_top_p = self._ranks.from_owner(
             "engine", lambda: self._open(model_path, max_model_len, longest), bool, bool
         )
 
@@ -170,28 +149,16 @@ class RolloutSource:
             if config.engine_sleeps and not getattr(engine, "can_sleep", False):
                 raise InputError("vllm_enable_sleep_mode is set, and the engine that was given cannot sleep")
             shake(engine)
-            self._proofs = Proofs(
-                self.policy,
-                engine,
-                config,
-                self._tokenizer,
-                self._clock,
-                self._settings,
-                self.sampling,
-                # A rollout_func may choose between samples, so its tokens are not bet on.
-                bets=self.rollout_function is None,
-            )
+            proofs = self.watch.opened(engine)
             if self._tools is not None:
                 self.program = self._tools.start()
             calls = self._tools.calls if self._tools is not None else None
-            self._driver = Driver(engine, self._tokenizer, calls, self.proofs.check_answer)
-            self._server_changes = server_changes(engine, config, shake, self._proofs)
+            self._driver = Driver(engine, self._tokenizer, calls, proofs.check_answer)
+            self._server_changes = server_changes(engine, config, shake, proofs)
             if config.max_staleness:
                 self._ahead = generations_ahead(engine, self._driver, self._limit_ahead)
             self._recovery = Recovery(self._distrust)
-            self._generation_proofs = GenerationProofs(
-                self.proofs, self.recovery, self._ahead, self.push, self._limit_ahead
-            )
+            self.watch.works(self._recovery, self._ahead, self.push, self._limit_ahead)
             return engine.settings().searches_top_p
         except BaseException:
             self.close()
@@ -221,20 +188,7 @@ class RolloutSource:
         Raises:
             InputError: another rank holds the engine.
         """
-        if self._proofs is None:
-            raise InputError(f"rank {self._ranks.rank} holds no engine")
-        return self._proofs
-
-    @property
-    def limit(self) -> Tolerance:
-        """The limits on the gap of sampled tokens; on a rank without the engine, those of the dtypes."""
-        return self._limit if self._proofs is None else self._proofs.limit_of_tokens
-
-    @property
-    def generation_proofs(self) -> GenerationProofs:
-        """The proofs on what a generation learned from; only on the rank that holds the engine."""
-        assert self._generation_proofs is not None
-        return self._generation_proofs
+        return self.watch.proofs
 
     @property
     def recovery(self) -> Recovery:
@@ -261,24 +215,6 @@ class RolloutSource:
         self.proofs.distrust()
         if self._ahead is not None:
             self._ahead.forget_unfinished()
-
-    def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
-        """Open the receipt, and prove the engine before it samples the first rollout. `inputs` stand in the receipt."""
-        with busy(_PROVING, self._clock.progress):
-            self._ranks.on_owner("start", lambda: self.recovery.run(lambda: self.proofs.start(folder, step, inputs)))
-        self._proven = True
-
-    def note_unproven(self, step: int, proof: str, why: str) -> None:
-        """Write into the receipt that a proof could not be made at a step. On ranks without the engine nothing is written."""
-        if self._proofs is not None:
-            self._proofs.note_unproven(step, proof, why)
-
-    def prove_first(self, version: int) -> None:
-        """Prove the engine before it samples for the first time, if `start` has not done so. Every rank calls."""
-        if not self._proven:
-            with busy(_PROVING, self._clock.progress):
-                self._ranks.on_owner("prove", lambda: self.recovery.run(lambda: self.proofs.prove_engine(version)))
-            self._proven = True
 
     def on_every_rank(self, work: Callable[[], list[RolloutGroup]], prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """Groups that the rank with the engine makes, on every rank. Every rank calls.
@@ -329,7 +265,7 @@ class RolloutSource:
         if self.rollout_function is not None:
             with self._clock.phase("generate"):
                 groups = self.rollout_function.groups(prompts, num_generations, version)
-            self.proofs.check_groups(groups)
+            self.watch.sampled(groups, one_turn=False)
             return groups
         starts = self._starts(prompts, num_generations, version)
         with self._clock.phase("generate"), self._noting_waits():
@@ -343,7 +279,7 @@ class RolloutSource:
                 # In the engine the requests wait behind the generations that were begun before.
                 limit=self._limit_ahead if self._ahead is not None else None,
             )
-        self._check_groups(groups)
+        self.watch.sampled(groups, one_turn=self.program is self._one_turn)
         return groups
 
     @contextmanager
@@ -372,20 +308,14 @@ class RolloutSource:
                     self._ahead.begin(number, starts, self.program)
             number, prompts = upcoming[0]
             groups = groups_from(prompts, self._ahead.take(number))
-        check_staleness(branches_of(groups), version, self._config.max_staleness)
-        self._check_groups(groups)
-        self.proofs.ask_again(branches_of(groups), version, self._limit_ahead)
+        one_turn = self.program is self._one_turn
+        self.watch.taken_ahead(groups, version, one_turn=one_turn, limit=self._limit_ahead)
         return groups
-
-    def _check_groups(self, groups: Sequence[RolloutGroup]) -> None:
-        self.proofs.check_groups(groups)
-        if self.program is self._one_turn:
-            self.proofs.check_completions(branches_of(groups))
 
     def _starts(self, prompts: Sequence[Prompt], num_generations: int, version: int) -> list[Start]:
         seed = self._config.seed
         starts = starts_for(prompts, self.sampling, num_generations=num_generations, run_seed=seed, version=version)
-        self._seeds.check({start.key: start.seed for start in starts}, version)
+        self.watch.asked(starts, version)
         return starts
 
     # ---- score: on every rank ---------------------------------------------------------------------------------------
@@ -418,10 +348,6 @@ class RolloutSource:
         return self._scoring.finish(self._at_work(work))
 
     # ---- log -------------------------------------------------------------------------------------------------------
-
-    def proof_metrics(self) -> dict[str, float]:
-        """Metrics of the proofs on the current generation; empty on a rank without the engine."""
-        return self.proofs.metrics() if self._ranks.owner else {}
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
         """Metrics of scored groups, with the metrics that reward functions logged since the last call."""
