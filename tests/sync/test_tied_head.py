@@ -15,7 +15,7 @@ import lockstep.engines.vllm.receive
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.settings import effective_settings
+from lockstep.engines.vllm.port.settings import effective_settings
 from lockstep.errors import ProofError
 from lockstep.sync.push import push_weights
 from lockstep.watch.gap import GapStats, measure_gap, over_limits

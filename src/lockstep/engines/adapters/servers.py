@@ -30,7 +30,7 @@ from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.report.waits import waiting
 from lockstep.sync.wire.transport import WeightTransport
 
-# vLLM needs a path for each adapter. This prefix and the adapter's name take its place (`engines/adapters/worker.py`).
+# vLLM needs a path for each adapter. This prefix and the adapter's name take its place (`engines/vllm/port/lora.py`).
 PATH = "lockstep:"
 _BASE = "base:"
 _JOIN = "/"

@@ -19,7 +19,7 @@ from lockstep.call_loop import CallLoop
 from lockstep.contract.protocol import EngineSettings
 from lockstep.engines.http.server_calls import HEALTH, ServerCalls
 from lockstep.engines.http.server_state import agreed_settings, await_health, problem_of, read_state
-from lockstep.engines.vllm.settings import only_dtype
+from lockstep.engines.vllm.port.settings import only_dtype
 from lockstep.errors import LockstepError
 from lockstep.sync.wire.receivers import finish_all
 

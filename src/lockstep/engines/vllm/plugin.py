@@ -6,9 +6,8 @@ from typing import TypeVar
 import torch
 
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
-from lockstep.engines.vllm.patches.kept_ids import carry_kept_ids
-from lockstep.engines.vllm.patches.norms import register_norms
-from lockstep.engines.vllm.patches.weight_files import find_files_by_name
+from lockstep.engines.vllm.port.kept_ids import carry_kept_ids
+from lockstep.engines.vllm.port.patches import find_files_by_name, register_norms
 from lockstep.engines.vllm.workers.environment import (
     end_with_trainer,
     end_without_carriers,

@@ -133,7 +133,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
         return "" if self._is_updating or self.acknowledgement.untouched else self.held.digest
 
     def forget_weights(self) -> None:
-        """Forget what the engine holds, because its memory is about to be discarded (`engines/vllm/sleep.py`)."""
+        """Forget what the engine holds, because its memory is about to be discarded (`engines/vllm/port/sleep.py`)."""
         self.held.forget()
 
     def start_weight_update(self) -> None:

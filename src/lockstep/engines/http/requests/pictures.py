@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from lockstep.contract.protocol import GenerationRequest
-from lockstep.engines.vllm.requests.pictures import piece_places, piece_tensors
+from lockstep.engines.vllm.port.pictures import piece_places, piece_tensors
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import Picture, PromptPictures
 

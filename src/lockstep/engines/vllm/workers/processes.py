@@ -16,7 +16,7 @@ import torch
 from lockstep.contract.protocol import EngineSettings, LoadedWeights
 from lockstep.engines.adapters.transfer import AdapterCalls, one_acknowledgement
 from lockstep.engines.http.requests.messages import loaded_by
-from lockstep.engines.vllm.settings import differing_settings, only_dtype, settings_from
+from lockstep.engines.vllm.port.settings import differing_settings, only_dtype, settings_from
 from lockstep.engines.vllm.workers.environment import leave_signals_to_trainer
 from lockstep.errors import LockstepError, ProofError
 from lockstep.report.waits import waiting
