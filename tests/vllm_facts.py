@@ -142,7 +142,7 @@ vllm.v1.worker.gpu.sample.bad_words
 vllm.v1.worker.gpu.sample.penalties
   bincount(expanded_idx_mapping, all_token_ids, prompt_len, prefill_len, prompt_bin_mask, output_bin_counts)
 vllm.v1.sample.ops.topk_topp_sampler
-  # both runners filter with this function; where there is Triton, it searches the edges: engines/vllm/settings.py
+  # both runners filter with this function; where there is Triton, it searches the edges: engines/vllm/port/settings.py
   HAS_TRITON
   ~ return apply_top_k_top_p_triton(
 vllm.v1.worker.gpu.sample.states
@@ -283,7 +283,7 @@ vllm.model_executor.utils
 vllm.model_executor.models
   registry
 vllm.model_executor.models.registry
-  _run_in_subprocess  # replaced: sync/vllm/plugin.py
+  _run_in_subprocess  # replaced: engines/vllm/plugin.py
 vllm.model_executor.models.utils
   WeightsMapper@_map_name_with_shard
   WeightsMapper@get_rename_mapper
@@ -315,7 +315,7 @@ vllm.lora.peft_helper
 vllm.lora.utils
   parse_fine_tuned_lora_name
 vllm.lora.worker_manager
-  WorkerLoRAManager._load_adapter(lora_request)  # replaced: engines/adapters/worker.py
+  WorkerLoRAManager._load_adapter(lora_request)  # replaced: engines/vllm/port/lora.py
   WorkerLoRAManager@_adapter_manager
   WorkerLoRAManager@list_adapters
   WorkerLoRAManager@remove_adapter
@@ -330,10 +330,10 @@ vllm.lora.model_manager
   LoRAModelManager@capacity
   LoRAModelManager@punica_wrapper_mapping
 vllm.lora.punica_wrapper.punica_base
-  PunicaWrapperBase@update_metadata  # replaced on CPUs: engines/adapters/cpu_kernel.py
+  PunicaWrapperBase@update_metadata  # replaced on CPUs: engines/vllm/port/lora.py
   PunicaWrapperBase@token_lora_indices
 vllm.lora.punica_wrapper.punica_cpu
-  PunicaWrapperCPU@add_lora_linear  # replaced: engines/adapters/cpu_kernel.py
+  PunicaWrapperCPU@add_lora_linear  # replaced: engines/vllm/port/lora.py
 vllm.lora.ops.triton_ops.lora_shrink_op
   ~ assert inputs.dtype in [torch.float16, torch.bfloat16]
 vllm.entrypoints.launchers.api_server.entry

@@ -35,7 +35,7 @@ from lockstep.contract.inbox import Inbox
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests.messages import completion_from
-from lockstep.engines.vllm.requests.conversion import completion
+from lockstep.engines.vllm.port.requests import completion
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.frames import decode, encode

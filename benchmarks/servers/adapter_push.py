@@ -21,8 +21,8 @@ import torch
 
 from lockstep.contract.protocol import Engine, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.adapters import add_adapter
 from lockstep.models.autocast import Precision
@@ -68,7 +68,7 @@ def main() -> None:
         count_alarms(getattr(torch, args.dtype), args.alarms)
     elif args.engine == "vllm":
         if args.vllms_kernel:
-            from lockstep.engines.adapters import worker
+            from lockstep.engines.vllm.port import lora as worker
 
             worker.use_cpu_kernel = lambda slots: None
         for alone in (True,) if args.vllms_kernel else (False, True):

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 import lockstep
 from lockstep.contract.protocol import Engine, RequestKey
-from lockstep.engines.vllm.requests.conversion import completion
+from lockstep.engines.vllm.port.requests import completion
 from lockstep.errors import InputError
 from lockstep.sync.push import push_weights
 

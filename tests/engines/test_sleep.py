@@ -19,8 +19,9 @@ from tiny import make_model
 from lockstep import GRPOConfig
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.vllm import in_process, sleep
+from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.port import sleep
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.integrations.proven_engine import ProvenEngine
 from lockstep.models.autocast import Precision

@@ -30,8 +30,8 @@ from two_ranks import ALONE
 
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.vllm import in_process
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.models.autocast import Precision

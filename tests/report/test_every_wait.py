@@ -28,7 +28,7 @@ SILENT = {
         engines/http/pauses.py::Pauses.begin engines/http/pauses.py::Pauses.wait engines/http/pauses.py::Pauses.check
         engines/http/pauses.py::_begin engines/http/requests/sending.py::ServerRequests._answer
         engines/http/requests/sending.py::ServerRequests._all engines/http/server_calls.py::ServerCalls.update_weights
-        engines/http/transport.py::finish_all engines/http/vllm_server.py::VLLMServer.score
+        sync/wire/receivers.py::finish_all engines/http/vllm_server.py::VLLMServer.score
         engines/http/vllm_server.py::VLLMServer.load contract/inbox.py::Inbox._await
         environments/verifiers.py::VerifiersAgent.__call__ gateway/agents.py::Agent._execute gateway/program.py::AgentProgram._run
         bounded_http.py::run images/urls.py::ImageUrls.fetch rollouts/across_ranks/ranks.py::Ranks._gathered

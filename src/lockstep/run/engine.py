@@ -18,9 +18,9 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrain
 from lockstep.connection import connect
 from lockstep.contract.protocol import Engine
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.adapters.in_process import adapter_arguments
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.arguments import told_by_vllm, usual_sequences
 from lockstep.engines.vllm.in_process import VLLMInProcess, whole_arguments
 from lockstep.engines.vllm.refused import refuse_family

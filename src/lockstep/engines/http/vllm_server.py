@@ -38,10 +38,10 @@ from lockstep.engines.http.requests.sending import ServerRequests
 from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
 from lockstep.engines.http.server_set import ServerSet
 from lockstep.engines.http.server_state import HEALTH_EVERY, agreed_settings, unreachable
-from lockstep.engines.http.transport import WeightTransport
-from lockstep.engines.vllm.settings import changed_settings
+from lockstep.engines.vllm.port.settings import changed_settings
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.report.waits import waiting
+from lockstep.sync.wire.transport import WeightTransport
 
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
 

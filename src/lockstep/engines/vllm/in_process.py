@@ -1,9 +1,9 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
-The scheduler is in this process. The model is in this process too, or it is split over worker processes (`engines/vllm/workers/`).
-Requests come from an inbox (`contract/inbox.py`). The engine gives their ids to vLLM's engine loop, with their key as the request
-id. Weights come through vLLM's weight-transfer API with the backend of `sync/vllm/backend.py`. vLLM finds that backend through the
-entry point in pyproject.toml.
+The scheduler is in this process. The model is in this process too, or it is split over worker processes
+(`engines/vllm/workers/`). Requests come from an inbox (`contract/inbox.py`). The engine gives their ids to vLLM's
+engine loop, with their key as the request id. Weights come through vLLM's weight-transfer API with the backend of
+`engines/vllm/receive.py`. vLLM finds that backend through the entry point in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lockstep.contract.protocol import (
     OnAnswer,
     RequestKey,
 )
-from lockstep.engines.adapters.in_process import AdaptersInProcess
 from lockstep.engines.http.requests.messages import agreed_answers
+from lockstep.engines.vllm.adapters import AdaptersInProcess
 from lockstep.engines.vllm.arguments import (
     check_adapters,
     check_quantization,
@@ -39,10 +39,16 @@ from lockstep.engines.vllm.arguments import (
     engine_arguments,
     usual_sequences,
 )
-from lockstep.engines.vllm.requests.check_sent import check_sent, fields_of
-from lockstep.engines.vllm.requests.conversion import completion, prompt_logprobs, sampling_params, scoring_params
-from lockstep.engines.vllm.requests.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
-from lockstep.engines.vllm.sleep import Sleep, SleepLevel, sleep_arguments
+from lockstep.engines.vllm.port.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
+from lockstep.engines.vllm.port.requests import (
+    check_sent,
+    completion,
+    fields_of,
+    prompt_logprobs,
+    sampling_params,
+    scoring_params,
+)
+from lockstep.engines.vllm.port.sleep import Sleep, SleepLevel, sleep_arguments
 from lockstep.engines.vllm.workers.environment import close_at_exit
 from lockstep.engines.vllm.workers.kept_process import process_kept
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
@@ -72,8 +78,8 @@ class VLLMInProcess:
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
         tensor_parallel_size: number of worker processes that share the model, each on a GPU of its own. 1: the model is in this
             process.
-        transport: chooses how weights reach worker processes; needed only if there are several.
-        sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back (`engines/vllm/sleep.py`); 0: it does nothing.
+        transport: chooses how weights reach worker processes; needed only if there are several. sleep_level: level of
+        vLLM's sleep mode at which `sleep` gives memory back (`engines/vllm/port/sleep.py`); 0: it does nothing.
         quantization: vLLM's name of the scheme in which the engine holds the weights in 8 bits; None: in `dtype`.
         engine_kwargs: further arguments of `vllm.LLM`, passed on unchanged.
 
@@ -296,7 +302,7 @@ class VLLMInProcess:
             raise
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
-        from lockstep.engines.vllm.probe.modules import list_modules
+        from lockstep.engines.vllm.port.probe import list_modules
 
         found = self._call(list_modules, checkpoint_names)
         # Workers have different parts of the same modules.
@@ -304,20 +310,20 @@ class VLLMInProcess:
         return EngineModules(probed, tuple(dict.fromkeys(name for one in found for name in one.unreached)))
 
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
-        from lockstep.engines.vllm.probe.modules import probe_modules
+        from lockstep.engines.vllm.port.probe import probe_modules
 
         self._check_awake()
         answers = self._call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
 
     def codes(self, names: Sequence[str]) -> dict[str, str]:
-        from lockstep.engines.vllm.probe.quantised import code_digests
+        from lockstep.engines.vllm.port.quantised import code_digests
 
         self._check_awake()
         return agreed_answers(self._call(code_digests, tuple(names)), "vLLM in this process")
 
     def quantise_inputs(self, wanted: bool) -> bool:
-        from lockstep.engines.vllm.probe.quantised import quantise_inputs
+        from lockstep.engines.vllm.port.quantised import quantise_inputs
 
         self._check_awake()
         return all(self._call(quantise_inputs, wanted))

@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 import torch
 
-import lockstep.engines.adapters.in_process as in_process
+import lockstep.engines.vllm.adapters as in_process
 import lockstep.sync.adapters.push as pushes
 import lockstep.sync.adapters.source as sources
+from lockstep.contract.adapters import UP
 from lockstep.contract.protocol import LoadedWeights
-from lockstep.engines.adapters.receiver import UP
 from lockstep.verify.faults.seams import REACH, Fault, Named, Patch, is_vllm, vllm_worker
 from lockstep.verify.stage import Stage
 
@@ -122,7 +122,7 @@ def _scale(stage: Stage) -> float:
 
 def _memory(stage: Stage) -> Any:
     # Imported here, because `lockstep verify --engine transformers` runs without vLLM.
-    from lockstep.engines.adapters.worker import load_from_memory
+    from lockstep.engines.vllm.port.lora import load_from_memory
 
     return load_from_memory(vllm_worker(stage))
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.contract.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
 from lockstep.engines.http.requests.pictures import check_places, features
-from lockstep.engines.vllm.requests.conversion import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
+from lockstep.engines.vllm.port.requests import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import Picture
 from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers

@@ -28,7 +28,7 @@ from lockstep.engines.http.requests.messages import (
 )
 from lockstep.engines.http.requests.pictures import SentPictures, check_encoded
 from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.vllm.requests.check_sent import check_sent
+from lockstep.engines.vllm.port.requests import check_sent
 from lockstep.errors import EngineLost, LockstepError
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.collector import collector_off
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
-from lockstep.engines.vllm.patches.eager import count_without_compiling, import_without_compiler
+from lockstep.engines.vllm.port.patches import count_without_compiling, import_without_compiler
 from lockstep.engines.vllm.workers.environment import (
     environment_kept,
     exact_products,
@@ -168,7 +168,7 @@ def _start_processes(make: type[LLM], arguments: Mapping[str, Any], workers: int
 def _start_here(make: type[LLM], arguments: Mapping[str, Any], compiles: bool, resources: ExitStack) -> LLM:
     from vllm.config import WeightTransferConfig
 
-    from lockstep.engines.vllm.patches.model_classes import own_classes_for_vllm
+    from lockstep.engines.vllm.port.patches import own_classes_for_vllm
 
     if not compiles:
         count_without_compiling()

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -25,8 +28,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from lockstep.contract.protocol import LoadedWeights
 from lockstep.contract.tensors import Begun, HeldWeights, begin_specs, one_push
-from lockstep.sync.changes import Update
-from lockstep.sync.vllm.reload import (
+from lockstep.engines.vllm.port.reload import (
     begin_reload,
     copy_pending,
     half_loaded,
@@ -35,7 +37,7 @@ from lockstep.sync.vllm.reload import (
     restore_expert_kernels,
     restore_unloaded,
 )
-from lockstep.sync.vllm.stored import StoredNames
+from lockstep.sync.changes import Update
 from lockstep.sync.wire import cuda_ipc, shared_memory
 from lockstep.sync.wire.chunks import Named, chunks
 from lockstep.sync.wire.deltas import Changes, Piece, ReceivedWeights
@@ -131,7 +133,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
         return "" if self._is_updating or self.acknowledgement.untouched else self.held.digest
 
     def forget_weights(self) -> None:
-        """Forget what the engine holds, because its memory is about to be discarded (`engines/vllm/sleep.py`)."""
+        """Forget what the engine holds, because its memory is about to be discarded (`engines/vllm/port/sleep.py`)."""
         self.held.forget()
 
     def start_weight_update(self) -> None:
@@ -315,3 +317,45 @@ class ServerWeightTransfer(_LayerwiseTransfer):
 def _whole_tensors(pieces: Sequence[Piece]) -> list[Named]:
     """The tensors that arrived as a whole."""
     return [(name, tensor) for name, tensor in pieces if not isinstance(tensor, Changes)]
+
+
+_COPY = torch.ops.aten.copy_.default
+# A parameter of one element may be filled with a number that is read from the sent tensor.
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+
+
+class StoredNames(TorchDispatchMode):
+    """Follows sent tensors through the operations of a load, and finds which of them vLLM has stored.
+
+    `load_weights` of vLLM skips tensors for which its model has no place, without an error: for example every bias that its modules
+    do not have. The names that it returns are those of its own parameters. Therefore the sent tensors themselves are followed. What
+    is computed from a sent tensor belongs to the tensor's name. `sync/push.py` refuses a push of which a tensor was not stored.
+
+    Args:
+        arrived: the sent tensors, by name. The caller keeps them alive.
+
+    Attributes:
+        names: names of the tensors that were copied into another tensor, as a whole or in part.
+    """
+
+    def __init__(self, arrived: Sequence[tuple[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        # One tensor may have several names.
+        self._origins: Any = WeakIdKeyDictionary()
+        for name, tensor in arrived:
+            self._origins[tensor] = self._origins.get(tensor, frozenset()) | {name}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        origins = frozenset().union(*(self._origins.get(each, ()) for each in _tensors((args, kwargs))))
+        if func is _COPY or func is _READ_NUMBER:
+            self.names |= self._origins.get(args[func is _COPY], frozenset())
+        elif origins:
+            for made in _tensors(result):
+                self._origins[made] = origins
+        return result
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.contract.probe import encode_floats
 from lockstep.contract.protocol import LoadedWeights
-from lockstep.engines.vllm.settings import effective_settings, splits_prompts
+from lockstep.engines.vllm.port.settings import effective_settings, splits_prompts
 from lockstep.sync.wire.cuda_ipc import read_test_buffer
 from lockstep.sync.wire.deltas import available_bytes
 from lockstep.sync.wire.nccl import identity_of
@@ -33,10 +33,10 @@ class LockstepWorker:
 
     def lockstep_state(self) -> dict[str, Any]:
         """The identity of this engine, and the settings that it runs with. Every trainer calls it first."""
-        from lockstep.engines.adapters.worker import load_from_memory
-        from lockstep.engines.vllm.patches.kept_ids import record_kept_ids
-        from lockstep.engines.vllm.requests.pictures import picture_cache_bytes, record_pictures
-        from lockstep.sync.vllm.reload import loaded_dtypes
+        from lockstep.engines.vllm.port.kept_ids import record_kept_ids
+        from lockstep.engines.vllm.port.lora import load_from_memory
+        from lockstep.engines.vllm.port.pictures import picture_cache_bytes, record_pictures
+        from lockstep.engines.vllm.port.reload import loaded_dtypes
 
         memory = load_from_memory(self)
         record_kept_ids(self)
@@ -65,7 +65,7 @@ class LockstepWorker:
 
     def lockstep_modules(self, checkpoint_names: str) -> dict[str, Any]:
         """`EngineModules` for a JSON list of checkpoint names."""
-        from lockstep.engines.vllm.probe.modules import list_modules
+        from lockstep.engines.vllm.port.probe import list_modules
 
         found = list_modules(self, tuple(json.loads(checkpoint_names)))
         return {"probed": [asdict(m) for m in found.probed.values()], "unreached": list(found.unreached)}
@@ -76,32 +76,32 @@ class LockstepWorker:
         Args:
             adapter: name of the adapter that the modules use; empty: they use none.
         """
-        from lockstep.engines.vllm.probe.modules import probe_modules
+        from lockstep.engines.vllm.port.probe import probe_modules
 
         answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every), adapter or None)
         return {name: encode_floats(answer) for name, answer in answers.items()}
 
     def lockstep_codes(self, names: str) -> dict[str, str]:
         """The digest of the codes and scales of each named module in 8 bits; empty where they cannot be read."""
-        from lockstep.engines.vllm.probe.quantised import code_digests
+        from lockstep.engines.vllm.port.quantised import code_digests
 
         return code_digests(self, tuple(json.loads(names)))
 
     def lockstep_quantise_inputs(self, wanted: str) -> dict[str, bool]:
         """Set whether the modules in 8 bits quantise their inputs. Returns whether it could be set."""
-        from lockstep.engines.vllm.probe.quantised import quantise_inputs
+        from lockstep.engines.vllm.port.quantised import quantise_inputs
 
         return {"set": quantise_inputs(self, wanted == "True")}
 
     def lockstep_pictures(self, digests: str) -> dict[str, str | None]:
         """For each digest, the digest of the tensors that this worker has encoded under it; None: it has encoded none."""
-        from lockstep.engines.vllm.requests.pictures import recorded_digests
+        from lockstep.engines.vllm.port.pictures import recorded_digests
 
         return recorded_digests(self, json.loads(digests))
 
     def lockstep_encoded(self) -> dict[str, bool]:
         """Whether the worker keeps pictures that were encoded with earlier weights."""
-        from lockstep.engines.vllm.requests.pictures import holds_no_pictures
+        from lockstep.engines.vllm.port.pictures import holds_no_pictures
 
         return {"holding": not holds_no_pictures(self)}
 
@@ -125,7 +125,7 @@ class LockstepWorker:
 
     def lockstep_adapters(self) -> dict[str, Any] | None:
         """The largest rank, the dtype, the room, and the names of the adapters held; None: vLLM was started without LoRA."""
-        from lockstep.engines.adapters.worker import adapter_state
+        from lockstep.engines.vllm.port.lora import adapter_state
 
         return adapter_state(self)
 
@@ -147,26 +147,26 @@ class LockstepWorker:
 
     def lockstep_keep_adapter(self, name: str, info: str, segment: str) -> dict[str, Any]:
         """Receive an adapter and keep it until vLLM loads it. Returns `LoadedWeights`."""
-        from lockstep.engines.adapters.worker import keep_adapter
+        from lockstep.engines.vllm.port.lora import keep_adapter
 
         return as_json(keep_adapter(self, name, self.weight_transfer_engine.received(json.loads(info), segment)))
 
     def lockstep_held_adapter(self, name: str) -> dict[str, Any]:
         """`LoadedWeights` of an adapter as vLLM computes with it."""
-        from lockstep.engines.adapters.worker import read_adapter_back
+        from lockstep.engines.vllm.port.lora import read_adapter_back
 
         return as_json(read_adapter_back(self, name))
 
     def lockstep_probe_adapter(self, name: str, layers: str, seed: str) -> dict[str, str]:
         """For each adapted layer its outputs with the adapter, without it, and their difference, in one array."""
-        from lockstep.engines.adapters.worker import probe_adapter
+        from lockstep.engines.vllm.port.lora import probe_adapter
 
         answers = probe_adapter(self, name, json.loads(layers), int(seed))
         return {layer: encode_floats(answer.flatten()) for layer, answer in answers.items()}
 
     def lockstep_drop_adapters(self, names: str) -> dict[str, Any]:
         """Remove adapters."""
-        from lockstep.engines.adapters.worker import drop_adapters
+        from lockstep.engines.vllm.port.lora import drop_adapters
 
         drop_adapters(self, json.loads(names))
         return {}

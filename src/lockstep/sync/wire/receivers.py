@@ -1,15 +1,11 @@
-"""The interface of a weight transport for servers. `sync/wire/` implements it, because `sync/` may import this package and not the
-other way round.
-"""
+"""What a transport asks of the servers, or of the worker processes, that receive a push, and calls to several of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
-
-import torch
 
 T = TypeVar("T")
 
@@ -56,27 +52,3 @@ class WeightReceiverCalls(Protocol):
 
     def workers(self, method: str, *args: str) -> list[Any]:
         """Call a method of the workers that run the model. Returns their JSON answers."""
-
-
-class WeightTransport(Protocol):
-    """Sends the bytes of a push to all servers at the same time."""
-
-    def send(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], servers: Sequence[WeightReceiverCalls], base: str = ""
-    ) -> None:
-        """Send the tensors of an update. Returns when every server has loaded them.
-
-        After a failure, all agreements with the servers are void.
-
-        Args:
-            base: as in `WeightReceiver.load`.
-
-        Raises:
-            EngineLost: a server did not take part until the end.
-        """
-
-    def forget(self) -> None:
-        """Drop all agreements with the servers. The next `send` makes new ones."""
-
-    def close(self) -> None:
-        """Release memory and connections."""

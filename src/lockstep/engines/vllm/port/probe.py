@@ -2,7 +2,12 @@
 
 The probe calls a linear module in the same way as vLLM does, whether the module is packed, fused, tied, padded or quantised. It
 does not read `weight`, because `weight` is empty on a CPU after packing. If several workers share the model, each worker answers
-for the modules that it has, and the parts of split modules are gathered (`engines/vllm/probe/shards.py`).
+for the modules that it has, and the parts of split modules are gathered (`engines/vllm/port/probe.py`).
+
+Gathers the outputs of a module that vLLM's tensor parallelism has split over several workers.
+
+`engines/vllm/port/probe.py` calls these functions in every worker at the same time and in the same order, because they gather
+the parts of all workers. With one worker nothing is gathered.
 """
 
 from __future__ import annotations
@@ -12,8 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.utils import get_packed_modules_mapping
 
@@ -29,9 +40,59 @@ from lockstep.contract.probe import (
     probe_vector,
     sendable,
 )
-from lockstep.engines.vllm.probe.quantised import quantization_of
-from lockstep.engines.vllm.probe.shards import gathered, gathered_vocabulary, own_inputs, whole_outputs
+from lockstep.engines.vllm.port.quantised import quantization_of
 from lockstep.to_device import sent
+
+
+def whole_outputs(module: LinearBase) -> int:
+    """Number of outputs of a whole linear module. If several workers hold copies of a key or value head, it counts once."""
+    return sum(whole_parts(module))
+
+
+def whole_parts(module: LinearBase) -> list[int]:
+    """Number of outputs of each part of a fused linear module. A module that is not fused has one part."""
+    sizes = getattr(module, "output_sizes", None) or [module.output_size]
+    return [size - _repeated(module, part) for part, size in enumerate(sizes)]
+
+
+def own_inputs(module: LinearBase, inputs: torch.Tensor) -> torch.Tensor:
+    """The columns of the (rows, input_size) inputs that this worker's part of the module uses."""
+    if not isinstance(module, RowParallelLinear) or module.tp_size == 1 or not module.input_is_parallel:
+        return inputs
+    size = module.input_size_per_partition
+    return inputs[:, module.tp_rank * size : (module.tp_rank + 1) * size]
+
+
+def gathered(module: LinearBase, outputs: torch.Tensor) -> torch.Tensor:
+    """(rows, outputs) outputs of the whole module, gathered from all workers."""
+    if not isinstance(module, ColumnParallelLinear) or module.tp_size == 1 or module.gather_output:
+        return outputs
+    sizes = getattr(module, "output_sizes", None) or [module.output_size]
+    parts = outputs.split([size // module.tp_size for size in sizes], dim=-1)
+    return torch.cat([_gathered_part(module, i, part) for i, part in enumerate(parts)], dim=-1)
+
+
+def gathered_vocabulary(module: Any, logits: torch.Tensor) -> torch.Tensor:
+    """(rows, padded vocabulary) logits of the whole head, gathered from all workers."""
+    return logits if module.tp_size == 1 else tensor_model_parallel_all_gather(logits.contiguous(), -1)
+
+
+def _gathered_part(module: Any, number: int, part: torch.Tensor) -> torch.Tensor:
+    found = tensor_model_parallel_all_gather(part.contiguous(), -1)
+    if not _repeated(module, number):
+        return found
+    # Workers with consecutive ranks hold copies of the same head.
+    by_worker = found.view(len(found), module.tp_size, -1)
+    return by_worker[:, :: module.num_kv_head_replicas].flatten(1)
+
+
+def _repeated(module: Any, number: int) -> int:
+    """Number of outputs of a part that are copies of other outputs."""
+    if not isinstance(module, QKVParallelLinear) or number == 0 or module.num_kv_head_replicas == 1:
+        return 0
+    size = module.output_sizes[number]
+    return size - size // module.num_kv_head_replicas
+
 
 # Suffix of the name under which an embedding is also probed as an output head.
 _AS_HEAD = ":as_head"
@@ -80,7 +141,7 @@ def probe_modules(
             if _own_name(name) in own:
                 module = model.get_submodule(_own_name(name))
                 if hasattr(module, "base_layer"):
-                    from lockstep.engines.adapters.worker import use_adapter
+                    from lockstep.engines.vllm.port.lora import use_adapter
 
                     use_adapter(worker, adapter, 2 if module.bias is not None else 1)
                 answers[name] = _output(name, module, seed, every).float()

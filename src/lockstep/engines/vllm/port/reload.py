@@ -2,7 +2,7 @@
 
 vLLM loads a layer into new memory, packs it, and copies the result to the layer's old place. Packing does not change an
 unquantised embedding or head. Therefore its new weight can be written directly into its place. Heads that share a weight then
-share one packed copy. `sync/vllm/backend.py` uses this module.
+share one packed copy. `engines/vllm/receive.py` uses this module.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.contract.adapters import AdapterLimits
 from lockstep.contract.protocol import LoadedWeights, RequestKey
-from lockstep.engines.adapters.receiver import AdapterLimits
 from lockstep.engines.adapters.transfer import one_acknowledgement
 from lockstep.engines.http.requests.messages import agreed_answers
 from lockstep.errors import InputError, ProofError
@@ -77,7 +77,7 @@ class AdaptersInProcess:
 
     @property
     def limits(self) -> AdapterLimits | None:
-        from lockstep.engines.adapters.worker import adapter_state
+        from lockstep.engines.vllm.port.lora import adapter_state
 
         state, *_ = self._call(adapter_state)
         return None if state is None else AdapterLimits(state["rank"], getattr(torch, state["dtype"]))
@@ -102,7 +102,7 @@ class AdaptersInProcess:
         """Does nothing: the engine refuses requests until `commit`."""
 
     def begin(self) -> None:
-        from lockstep.engines.adapters.worker import drop_adapters
+        from lockstep.engines.vllm.port.lora import drop_adapters
 
         self._close_requests()
         names = [r.lora_name for r in (self.request, self._coming) if r is not None]
@@ -112,7 +112,7 @@ class AdaptersInProcess:
     def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
         from vllm.lora.request import LoRARequest
 
-        from lockstep.engines.adapters.worker import PATH
+        from lockstep.engines.vllm.port.lora import PATH
 
         self._pushes += 1
         name = adapter_name(version, self._pushes)
@@ -122,7 +122,7 @@ class AdaptersInProcess:
         return arrived
 
     def read_back(self) -> LoadedWeights:
-        from lockstep.engines.adapters.worker import read_adapter_back
+        from lockstep.engines.vllm.port.lora import read_adapter_back
 
         assert self._coming is not None
         return one_acknowledgement(self._call(read_adapter_back, self._coming.lora_name))
@@ -132,7 +132,7 @@ class AdaptersInProcess:
         self._open_requests(version)
 
     def probe(self, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-        from lockstep.engines.adapters.worker import probe_adapter
+        from lockstep.engines.vllm.port.lora import probe_adapter
 
         assert self.name is not None
         answers = self._call(probe_adapter, self.name, tuple(layers), seed)
@@ -158,7 +158,7 @@ class AdaptersInProcess:
 
 
 def _prepare(worker: Any) -> None:
-    from lockstep.engines.adapters.worker import load_from_memory
+    from lockstep.engines.vllm.port.lora import load_from_memory
 
     load_from_memory(worker)
 
