@@ -20,16 +20,15 @@ import torch
 from forked import Program
 from hosts import Host
 
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.errors import LockstepError
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.wire.gloo import NCCL
 from lockstep.sync.wire.nccl import NCCLTransport
-from lockstep.sync.wire.transport import choose_transport
+from lockstep.sync.wire.transport import WeightTransport, choose_transport
 
 KEY = "a-key-for-tests-only"
 _START_LIMIT = 300.0

@@ -200,8 +200,8 @@ def put_ours() -> None:
     import trl
 
     import lockstep
-    import lockstep.training.generate.engine as starting
-    import lockstep.training.generate.proofs.proofs as proofs
+    import lockstep.run.engine as starting
+    import lockstep.watch.engine as proofs
     from lockstep.engines.transformers_engine import TransformersEngine
     from lockstep.run.trainers.online import OnlineTrainer
     from lockstep.watch.draws import DrawEvidence
@@ -245,8 +245,8 @@ def from_test(engine: Any, generate: Any, requests: Any) -> list[Any]:
     """Completions whose ids come from a test's `generate`, with the log-probs of the engine's model."""
     import torch
 
-    from lockstep.engines.filters.sampling import processed_logprobs
-    from lockstep.engines.protocol import Completion
+    from lockstep.contract.filters import processed_logprobs
+    from lockstep.contract.protocol import Completion
     from lockstep.tokens.arrays import reals, whole_numbers
 
     longest = max(len(request.prompt_ids) for request in requests)

@@ -1,4 +1,4 @@
-"""One suite for every engine: the contract of `engines/protocol.py`, and weights before and after a push."""
+"""One suite for every engine: the contract of `contract/protocol.py`, and weights before and after a push."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from servers import Server
 from tiny import CONTEXT, make_model, perturbed
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.rollouts.driver import collect

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import PROOFS_PAGE, ProofError
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import reference_pages as reference  # noqa: E402
@@ -82,6 +84,22 @@ def test_every_proof_has_advice() -> None:
     names = {name for heading in headings for name in re.findall(r"`(\w+)`", heading)}
     assert len(names) > 30
     assert sorted(name for name in names - {"max_staleness"} if f"`{name}`" not in advice) == []
+
+
+def test_every_check_that_can_fail_has_a_row_on_the_page_that_its_error_names() -> None:
+    page = (ROOT / PROOFS_PAGE).read_text(encoding="utf-8")
+    rows = {name for row in re.findall(r"^\| ([^|]+) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)}
+    raised = {
+        name for path in SOURCE.rglob("*.py") for name in re.findall(r'\bProofError\(\s*"(\w+)"', path.read_text())
+    }
+    assert len(raised) > 45
+    assert sorted(raised - rows) == []
+
+
+def test_the_message_of_a_proof_ends_with_the_page_that_explains_it() -> None:
+    *_, fix, page = str(ProofError("gap", "0.3 nats", "rounding", "run in fp32")).splitlines()
+    assert fix == "  what to do: run in fp32"
+    assert page == "  explained in: docs/troubleshooting/proofs.md, row gap"
 
 
 def test_messages_that_the_help_quotes_stand_in_the_source() -> None:

@@ -17,15 +17,17 @@ from conftest import VLLM, start
 from tiny import make_model
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm import in_process, sleep
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
+from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.port import sleep
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.integrations.proven_engine import ProvenEngine
+from lockstep.models.autocast import Precision
+from lockstep.run import source
 from lockstep.sync.push import let_sleep
-from lockstep.training.generate import source
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import Precision
 
 pytestmark = VLLM
 REQUEST = GenerationRequest(RequestKey("p", 0), (7, 8, 9), Sampling(8), 5)

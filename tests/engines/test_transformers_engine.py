@@ -10,8 +10,9 @@ from largest import Largest
 from model_families import make_family, save_family
 from tiny import CONTEXT, save
 
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines import transformers_engine
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.tokens.tokenizer import load_tokenizer
 

@@ -18,13 +18,14 @@ import torch
 from conftest import needs_vllm
 
 from lockstep import GRPOConfig
+from lockstep.engines.vllm.port.patches import keep_process_group
 from lockstep.engines.vllm.workers import start
-from lockstep.engines.vllm.workers.environment import keep_process_group, process_start, socket_folder
+from lockstep.engines.vllm.workers.environment import process_start, socket_folder
 from lockstep.engines.vllm.workers.start import number_of_workers
 from lockstep.errors import InputError
 from lockstep.integrations.trl_parameters import check_parameters
-from lockstep.training.generate import engine as engine_choice
-from lockstep.training.generate.engine import check_beside_ranks, start_here
+from lockstep.run import engine as engine_choice
+from lockstep.run.engine import check_beside_ranks, start_here
 
 # A script without a guard: it would train again in each process that imports it.
 SCRIPT = """

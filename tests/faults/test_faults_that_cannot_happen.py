@@ -15,8 +15,9 @@ from tiny import CONTEXT, make_model, make_tokenizer
 
 from lockstep.algorithms.corrections import importance_weights
 from lockstep.algorithms.segments import Segments
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.rollouts.driver import collect

@@ -28,7 +28,7 @@ from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.group import Prompt
 from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.training.data.prompts import digest_of_prompts
-from lockstep.training.generate.proofs.evaluation import count_seen
+from lockstep.watch.rewards import count_seen
 
 LIMIT = 1e-3
 

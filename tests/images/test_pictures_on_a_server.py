@@ -28,18 +28,20 @@ from servers import KEY, Server, begin, connect, serve
 from tiny import CONTEXT
 from transformers import PreTrainedModel
 
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests import messages as server_messages
 from lockstep.engines.http.requests import pictures as server_pictures
 from lockstep.engines.http.requests import sending as server_requests
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.images.prompts import ImagePrompts
+from lockstep.models.autocast import Precision
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 from lockstep.watch.modules import ModuleProbe
-from lockstep.watch.rescoring import Precision, completion_logps
+from lockstep.watch.rescoring import completion_logps
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT = 1e-3

@@ -14,7 +14,7 @@ from recording import Recording, plain_logps
 from tiny import save
 from transformers import AutoModelForCausalLM, Cohere2Config
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.integrations.trl import LockstepGeneration

@@ -15,8 +15,8 @@ from lockstep.engines.vllm import refused
 from lockstep.engines.vllm.arguments import cpu_cache_bytes, engine_arguments
 from lockstep.errors import InputError
 from lockstep.models.state import keeps_state
+from lockstep.run import engine
 from lockstep.server.command import ServeOptions, command_line
-from lockstep.training.generate import engine
 
 KEEPS_STATE = {"falcon_h1", "granitemoehybrid", "lfm2", "recurrent_gemma", "minimax", "mamba", "xlstm", "zamba2"}
 LONGER_LISTS = {

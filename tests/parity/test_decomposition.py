@@ -12,21 +12,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
-from lockstep.training.step.model_gradient import Checked, ModelGradient
 from lockstep.verify.faults import logprobs, steps, tokens
 from lockstep.verify.faults.seams import loads_instead
 from lockstep.verify.stage import Stage
 from lockstep.watch.custody import SampledTokens
-from lockstep.watch.distributions import Distribution
 from lockstep.watch.draws import DrawStats
-from lockstep.watch.gap import GapStats, PooledGap, measure_gap
-from lockstep.watch.gap_parts import Decomposition, decompose, split_gap
-from lockstep.watch.gap_tail import GapTail
+from lockstep.watch.gap import GapStats, GapTail, PooledGap, measure_gap
+from lockstep.watch.gap_explained import Decomposition, decompose, split_gap
 from lockstep.watch.kept_sets import KeptSetStats
+from lockstep.watch.model_gradient import Checked, ModelGradient
 from lockstep.watch.tolerances import tolerance
 
 SINGLE = tolerance(torch.float32, torch.float32)

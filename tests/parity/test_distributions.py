@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engines.protocol import Grammar, Sampling
+from lockstep.contract.sampling import Grammar, Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.tokens.kept_ids import KeptIds
-from lockstep.watch.distributions import Distribution
 
 PROMPT, OUTPUT = [3, 4, 4], [5, 4]
 LOGITS = torch.randn(8, generator=torch.Generator().manual_seed(0))

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from lockstep.definitions.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, ProofError
+from lockstep.models.autocast import Precision
 from lockstep.watch.canary import score_canary
 from lockstep.watch.gap import over_limits
 from lockstep.watch.handshake import check_settings, expected_settings
 from lockstep.watch.modules import ModuleProbe
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import Precision
 from lockstep.watch.tolerances import tolerance
 
 pytestmark = VLLM

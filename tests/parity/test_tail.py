@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from lockstep.models import cuda
-from lockstep.watch.gap import GapStats, measure_gap, over_limits
-from lockstep.watch.gap_tail import GapTail
+from lockstep.watch.gap import GapStats, GapTail, measure_gap, over_limits
 from lockstep.watch.tolerances import FALSE_ALARM, probe_limit, tolerance
 
 HALF = tolerance(torch.bfloat16, torch.bfloat16)

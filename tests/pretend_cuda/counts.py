@@ -218,9 +218,9 @@ def counted(folder: Path, model: str) -> dict[str, Any]:
 
     from lockstep.engines.transformers_engine import _SampleRows
     from lockstep.report.phases import PhaseClock
-    from lockstep.training.step.model_gradient import ModelGradient
     from lockstep.training.step.update import Policy
     from lockstep.watch.finite_differences import Added
+    from lockstep.watch.model_gradient import ModelGradient
     from pretend_cuda import LOG
     from pretend_cuda import Event as EventOfDevice
     from pretend_cuda.runs import train

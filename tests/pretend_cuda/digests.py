@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from lockstep.engines import device_digest
-from lockstep.engines.device_digest import device_digests, digest_texts
-from lockstep.engines.held import HeldWeights
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import key_of, one_push, tensor_specs
+from lockstep.contract import device_digest
+from lockstep.contract.device_digest import device_digests, digest_texts
+from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import HeldWeights, key_of, one_push, tensor_specs
 from lockstep.sync.push import push_weights
 from lockstep.sync.wire.chunks import Named, views
 from lockstep.sync.wire.deltas import WHOLE

@@ -69,12 +69,12 @@ def waits_of_slots(log: Any) -> int:
 
 
 class Worker:
-    """Does what a server's worker does in a push (`sync/vllm/backend.py`), with a dictionary in the place of vLLM's model."""
+    """Does what a server's worker does in a push (`engines/vllm/receive.py`), with a dictionary in the place of vLLM's model."""
 
     def __init__(self) -> None:
         import torch
 
-        from lockstep.engines.held import HeldWeights
+        from lockstep.contract.tensors import HeldWeights
         from pretend_cuda import LOG
 
         self._device, self._log, self._held = torch.device("cuda", 0), LOG, HeldWeights()
@@ -86,7 +86,7 @@ class Worker:
         self._segment = open_segment(info["segment"], info["bytes"], info.get("buffer"), self._device)
 
     def update_weights(self, info: dict[str, Any]) -> Any:
-        from lockstep.engines.tensor_specs import begin_specs, one_push
+        from lockstep.contract.tensors import begin_specs, one_push
 
         self._log.clear()
         self._held.open()
@@ -199,7 +199,7 @@ class Engine:
     def begin_update(self) -> None: ...
 
     def load(self, tensors: Iterable[Any], base: str = "") -> Any:
-        from lockstep.engines.protocol import LoadedWeights, TensorSpec
+        from lockstep.contract.protocol import LoadedWeights, TensorSpec
 
         self._transport.send(tensors, [self._server], base)
         found = self._server.last

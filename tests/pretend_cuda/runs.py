@@ -159,7 +159,7 @@ def _pushed(folder: Path) -> Result:
     from test_changes import KeepingWorker, Receiver
     from tiny import make_model
 
-    from lockstep.engines.tensor_specs import tensor_specs
+    from lockstep.contract.tensors import tensor_specs
     from lockstep.sync.changes import LastPush, Update
     from lockstep.sync.push import push_weights
     from lockstep.sync.source import PlainSource

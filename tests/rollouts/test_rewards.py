@@ -17,7 +17,7 @@ import pytest
 import torch
 from scored import score_groups
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.scores import coroutines, guarded_call

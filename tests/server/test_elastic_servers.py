@@ -18,9 +18,9 @@ from conftest import VLLM
 from servers import Server, descendants, free_port, serve
 from training import equal, make_trainer, train
 
+from lockstep.contract.probe import decode_floats, encode_floats
 from lockstep.engines.http.requests.sending import ServerRequests
 from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.probe import decode_floats, encode_floats
 from lockstep.errors import EngineLost
 from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.watch.receipt import check_receipt, read_receipt

@@ -14,10 +14,12 @@ from servers import Server, begin, connect
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel
 
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.models.autocast import Precision
 from lockstep.sync.push import push_weights
-from lockstep.watch.rescoring import Precision, completion_logps
+from lockstep.watch.rescoring import completion_logps
 
 pytestmark = [*VLLM, pytest.mark.long]
 

@@ -19,10 +19,11 @@ from test_in_flight import gap_by_version
 from tiny import make_model, perturbed
 from training import equal, make_trainer, train
 
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests.sending import ServerRequests
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, ProofError
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights

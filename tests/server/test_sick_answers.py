@@ -17,8 +17,9 @@ from faulty_proxy import GENERATE, FaultyProxy, faulty_proxy
 from servers import Server, connect, impatient
 from tiny import make_model
 
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.sync.push import push_weights
 from lockstep.watch.modules import ModuleProbe, check_probe

@@ -14,13 +14,14 @@ from test_adapters import adapted, move
 from tiny import make_model, save
 
 from lockstep import connection
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, ProofError
+from lockstep.models.autocast import Precision
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import Precision
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 

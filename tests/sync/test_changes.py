@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from test_transports import Worker
 from tiny import make_model
 
-from lockstep.engines.held import HeldWeights
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import HeldWeights, tensor_specs
 from lockstep.errors import ProofError
+from lockstep.models.autocast import Precision
 from lockstep.sync.changes import LastPush, Update
 from lockstep.sync.push import forget_push, push_weights
 from lockstep.sync.source import PlainSource
@@ -30,7 +30,6 @@ from lockstep.sync.wire.gloo import GlooTransport
 from lockstep.sync.wire.nccl import NCCLTransport
 from lockstep.sync.wire.shared_memory import SharedMemoryTransport
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import Precision
 
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -359,7 +358,7 @@ def test_a_fault_in_the_engines_memory_is_found_by_the_probe_and_then_overwritte
 
 
 class KeepingWorker(Worker):
-    """A server's worker that takes pieces as the real one does (`sync/vllm/backend.py`)."""
+    """A server's worker that takes pieces as the real one does (`engines/vllm/receive.py`)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -9,11 +9,11 @@ import torch
 from test_changes import Receiver
 from tiny import make_model
 
-import lockstep.engines.device_digest as device_digest
+import lockstep.contract.device_digest as device_digest
 import lockstep.sync.push as push_module
-from lockstep.engines.device_digest import new_key
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import begin_specs, finished, key_of, one_push, tensor_digest, tensor_specs
+from lockstep.contract.device_digest import new_key
+from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import begin_specs, finished, key_of, one_push, tensor_digest, tensor_specs
 from lockstep.errors import LockstepError, ProofError
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource

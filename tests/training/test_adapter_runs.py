@@ -15,7 +15,7 @@ from tiny import make_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 
 from lockstep import GRPOConfig, GRPOTrainer, OnlineDPOConfig, OnlineDPOTrainer
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapter_files import Base, read_base
 from lockstep.models.adapters import is_adapted

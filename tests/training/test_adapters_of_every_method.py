@@ -10,7 +10,7 @@ import torch
 from methods import FIELDS, logs, lora, make, parameters
 from transformers import BitsAndBytesConfig
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.models.quantised import is_quantised
 from lockstep.sync.adapters.merged import weights_of
 

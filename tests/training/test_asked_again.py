@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.scores.reward_log import RewardLog
 from lockstep.rollouts.scores.rewards import RewardFunction, RewardScorer
-from lockstep.training.generate.proofs.asked_again import AskedAgain
+from lockstep.watch.rewards import AskedAgain
 
 ROWS = {
     f"row/{p}": Prompt(

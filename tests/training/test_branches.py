@@ -13,7 +13,7 @@ from method_variants import VARIANTS
 from methods import FIELDS, make, parameters
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.run.files.completion_log import rows_of

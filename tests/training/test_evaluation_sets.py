@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from methods import FIELDS, GROUPS, PROMPTS, logs, make, parameters
 from test_trainer_services import Listener
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 
 OTHERS = Dataset.from_dict({"prompt": ["what is 3 - 1", "what is 5 - 2"]})

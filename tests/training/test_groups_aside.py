@@ -12,7 +12,7 @@ from datasets import Dataset
 from methods import make, parameters
 from work import agreeing, worked
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.pack import Pack

@@ -25,7 +25,7 @@ from transformers import (
 
 from benchmarks.plan import run as plan
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.quantised import is_quantised
 from lockstep.run.trainers import online

@@ -14,6 +14,7 @@ from tiny import CONTEXT, make_model
 from transformers import PreTrainedModel, TrainerCallback
 
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.models.autocast import Precision
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.tokens.tokenizer import load_tokenizer
@@ -21,7 +22,6 @@ from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.online_dpo import OnlineDPOObjective
 from lockstep.watch.canary import score_canary
 from lockstep.watch.modules import ModuleProbe
-from lockstep.watch.rescoring import Precision
 
 pytestmark = VLLM
 LIMIT = 1e-3

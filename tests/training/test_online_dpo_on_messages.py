@@ -10,7 +10,7 @@ from datasets import Dataset
 from methods import PAIRS, logs, make
 from transformers import AutoTokenizer
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.rollouts.group import RolloutGroup
 
 Messages = list[dict[str, str]]

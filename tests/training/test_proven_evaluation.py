@@ -17,15 +17,17 @@ from methods import GROUPS, PROMPTS
 from portions import portion
 from transformers import EarlyStoppingCallback
 
-from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.tokens.arrays import reals
-from lockstep.training.generate.proofs.evaluation import drawn_sequences
 from lockstep.training.step.generation import sequences_of
 from lockstep.training.step.update import learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.verify.unwatched import Unwatched
+from lockstep.watch.evidence import TokenEvidence
+from lockstep.watch.rewards import drawn_sequences
 
 HELD_OUT = Dataset.from_dict({"prompt": [f"how much is {i} - 1" for i in range(5)], "answer": list(range(5))})
 Make = Callable[..., OnlineTrainer]
@@ -83,8 +85,8 @@ def test_its_loss_is_that_of_a_step_on_its_completions(make: Make, name: str) ->
     sequences = [s for batch in step.micro_batches for s in batch]
     assert len(sequences) == run.config.completions_per_step
     prepared = loop.preparation.step(loop.policy(), sequences, moved=False)
-    sums = UpdateSums()
-    learned = learn(loop.policy(), prepared, loop.objective, loop.clock, sums)
+    sums = UpdateSums(TokenEvidence())
+    learned = learn(loop.policy(), prepared, loop.objective, loop.clock, sums, Unwatched())
     # At a ratio of 1 these are means of advantages that add up to zero.
     assert (abs(learned) > 1e-4) == (name not in ("grpo", "rloo", "reinforce++"))
     assert metrics["eval_loss"] == pytest.approx(learned, rel=1e-4, abs=1e-6)

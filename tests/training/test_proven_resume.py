@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.policy import load_policy
 from lockstep.run.trainers.hooks import whole_checkpoints

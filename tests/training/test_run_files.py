@@ -18,7 +18,7 @@ from tiny import CONTEXT
 from transformers import ProgressCallback, TrainerCallback
 
 from lockstep import GRPOConfig, GRPOTrainer
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import ProofError
 from lockstep.report.kept_rollouts import rollout_files
@@ -163,7 +163,7 @@ def test_a_failed_proof_leaves_its_report_and_its_rollouts(
         if run.state.global_step == 1:
             raise ProofError("gap", "mean 0.5 <b>", "the weights differ", "look")
 
-    monkeypatch.setattr(run.source.generation_proofs, "check", fail)
+    monkeypatch.setattr(run.source.watch.generations, "check", fail)
     with pytest.raises(ProofError, match="the weights differ"):
         run.train()
     record, page = read_run(tmp_path / "run"), (tmp_path / "run" / "report.html").read_text()

@@ -15,11 +15,11 @@ from model_families import save_family
 from transformers import TrainerCallback
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.training.forward.attention.tree_attention import TREE
-from lockstep.training.step import model_gradient
+from lockstep.watch import model_gradient
 from lockstep.watch.receipt import RECEIPT, read_receipt
 
 Fault = Callable[[OnlineTrainer], None]

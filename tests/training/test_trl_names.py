@@ -15,7 +15,7 @@ from tiny import make_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.run.trainers.attribute import Attribute
 from lockstep.run.trainers.trl_names import TRLNames

@@ -14,7 +14,7 @@ from methods import ALONE, FIELDS, GROUPS, PAIRS, logs, lora, make, reference_of
 from work import TWO_GROUPS, agreeing, all_apart, names_of, scored_in_part, worked
 
 from lockstep.algorithms.masks import high_entropy_mask
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence, column
@@ -29,7 +29,7 @@ def test_a_pass_that_scores_no_pack_is_counted_too(
 ) -> None:
     run = make("GRPO", untied_dir, tmp_path, hf_engine, {**TWO_GROUPS, "beta": 0.1})
     models = {"the policy": run._causal(), "its trunk": run._causal().base_model, "the reference": reference_of(run)}
-    proofs = run.source.generation_proofs
+    proofs = run.source.watch.generations
     real = proofs.check
 
     def prove(*args: Any, **kwargs: Any) -> None:

@@ -10,12 +10,14 @@ import pytest
 import torch
 from tiny import make_model
 
-from lockstep.engines.filters.sampling import filtered
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.filters import filtered
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
+from lockstep.models.autocast import Precision
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.verify.logprob_checks import _semantics_row
-from lockstep.watch.distributions import Distribution
-from lockstep.watch.rescoring import Precision, sequence_logits
+from lockstep.watch.rescoring import sequence_logits
 from lockstep.watch.tolerances import tolerance
 
 ASKED = Sampling(6, top_p=0.9)

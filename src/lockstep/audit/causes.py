@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.audit.evidence import Scored, Values, score
-from lockstep.watch.distributions import Distribution
-from lockstep.watch.rescoring import Precision
+from lockstep.contract.scored_as import Distribution
+from lockstep.models.autocast import Precision
 
 # An explanation counts only if it leaves less than this share of the gap.
 _EXPLAINS = 0.5

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lockstep.audit.dumps import AuditedRollout
+from lockstep.contract.scored_as import Distribution
+from lockstep.models.autocast import Precision
 from lockstep.watch.bets import TokenDraws
-from lockstep.watch.distributions import Distribution
-from lockstep.watch.rescoring import Precision, logit_chunks
+from lockstep.watch.rescoring import logit_chunks
 
 Values = NDArray[np.float64]
 _PLAIN = Precision()

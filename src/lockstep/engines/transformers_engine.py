@@ -25,14 +25,13 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.engines.filters.grammars import GrammarCompiler, GrammarState
-from lockstep.engines.filters.sampling import processed_logprobs
-from lockstep.engines.held import HeldWeights
-from lockstep.engines.inbox import Inbox, answer_all
-from lockstep.engines.model_fields import fields_of_parts
-from lockstep.engines.probe import EngineModules
-from lockstep.engines.protocol import (
+from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
+from lockstep.contract.filters import processed_logprobs
+from lockstep.contract.grammars import GrammarCompiler, GrammarState
+from lockstep.contract.inbox import Inbox, answer_all
+from lockstep.contract.model_fields import fields_of_parts
+from lockstep.contract.probe import EngineModules
+from lockstep.contract.protocol import (
     Completion,
     EngineSettings,
     FinishReason,
@@ -42,7 +41,7 @@ from lockstep.engines.protocol import (
     RequestKey,
     TensorSpec,
 )
-from lockstep.engines.tensor_specs import Begun, described, finished
+from lockstep.contract.tensors import Begun, HeldWeights, described, finished
 from lockstep.engines.transformers_probe import list_modules, output_of
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import InputError, LockstepError, foreign_errors

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lockstep.engines.protocol import FinishReason
+from lockstep.contract.protocol import FinishReason
 from lockstep.gateway.wishes import NO_WISHES, Wishes
 from lockstep.tokens.chat import Message
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.engines.protocol import FinishReason
+from lockstep.contract.protocol import FinishReason
 from lockstep.gateway.messages import normal_form
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.chat import Message

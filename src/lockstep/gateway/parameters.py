@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.gateway.refusals import Refused, bad_value
 
 _logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.filters.grammars import check_grammar
+from lockstep.contract.grammars import check_grammar
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.http.server_calls import server_urls
-from lockstep.engines.protocol import Grammar, Sampling
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, NEUTRAL_SAMPLING
 from lockstep.errors import InputError
 from lockstep.integrations.trl_pictures import tokenizer_of

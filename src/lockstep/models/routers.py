@@ -1,6 +1,6 @@
 """The routers of a mixture of experts: the experts that they choose for each position.
 
-`training/forward/routing.py` sums them up for the auxiliary loss. `watch/expert_routing.py` compares them in two
+`training/forward/routing.py` sums them up for the auxiliary loss. `watch/gap_explained.py` compares them in two
 precisions.
 """
 

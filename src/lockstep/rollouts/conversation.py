@@ -13,15 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.engines.inbox import Progress
-from lockstep.engines.protocol import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    RequestKey,
-    Sampling,
-    derived_seed,
-)
+from lockstep.contract.inbox import Progress
+from lockstep.contract.protocol import Completion, FinishReason, GenerationRequest, RequestKey, derived_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, LockstepError
 from lockstep.images.pictures import PromptPictures
 from lockstep.rollouts.group import Prompt, Rollout, TurnEnd
@@ -126,7 +120,7 @@ class Branch:
             max_tokens: largest number of ids of this turn; None: as many as there is room for.
             stop: strings that end this turn, beside the run's stop strings.
             progress: is called with the ids of the turn so far while it is sampled, in the engine's thread; only by engines that
-                report progress (`engines/inbox.py`).
+                report progress (`contract/inbox.py`).
 
         Raises:
             OutOfRoom: there is no room for an id.

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.engines.answers import check_requests
-from lockstep.engines.errands import Errands
-from lockstep.engines.http.call_loop import CallLoop, Pending
-from lockstep.engines.inbox import CheckAnswer, Inbox, Progress
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, request_seed
+from lockstep.call_loop import CallLoop, Pending
+from lockstep.contract.answers import check_requests
+from lockstep.contract.inbox import CheckAnswer, Errands, Inbox, Progress
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import LockstepError, ProofError
 from lockstep.rollouts.conversation import Ask, Conversation, Decode, OutOfRoom, Program, single_turn
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
@@ -105,7 +105,7 @@ class Driver:
             limit: seconds that one request may take in the engine; None: the engine's own limit.
             patience: seconds without any request after which programs that have not ended are given up; None: the engine's own
                 limit.
-            gate: held by whoever pushes weights meanwhile (`engines/inbox.py`).
+            gate: held by whoever pushes weights meanwhile (`contract/inbox.py`).
 
         Raises:
             InputError: a prompt is empty or does not fit into the engine's context, or the sampling settings name a token that the

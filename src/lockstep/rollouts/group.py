@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lockstep.engines.protocol import Completion, FinishReason, RequestKey
+from lockstep.contract.protocol import Completion, FinishReason, RequestKey
 from lockstep.images.pictures import PromptPictures
 from lockstep.tokens.arrays import ArrayFields, Ids, joined, whole_numbers
 

@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Rollout
 from lockstep.tokens.arrays import Ids

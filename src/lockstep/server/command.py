@@ -24,8 +24,8 @@ from lockstep.engines.vllm.arguments import (
     engine_arguments,
     usual_sequences,
 )
+from lockstep.engines.vllm.port.pictures import picture_arguments
 from lockstep.engines.vllm.refused import refuse_family
-from lockstep.engines.vllm.requests.pictures import picture_arguments
 from lockstep.engines.vllm.workers.environment import LOOPBACK, cpu_settings, exact_products
 from lockstep.errors import InputError
 from lockstep.images.files import LARGEST

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lockstep import child_environment
-from lockstep.engines.http.server_calls import is_local
+from lockstep.bounded_http import is_local
 from lockstep.errors import InputError, names_path
 from lockstep.homes import expanded
 from lockstep.models.packaged import cache_dir

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from lockstep.engines.protocol import TensorSpec
-from lockstep.engines.tensor_specs import (
+from lockstep.contract.protocol import TensorSpec
+from lockstep.contract.tensors import (
     Begun,
     begin_specs,
     described,

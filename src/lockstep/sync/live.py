@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.engines.protocol import TensorSpec
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.protocol import TensorSpec
+from lockstep.contract.tensors import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.checkpoint_names import checkpoint_tensors

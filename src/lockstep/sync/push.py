@@ -17,9 +17,9 @@ from typing import Protocol
 
 import torch
 
-from lockstep.engines.device_digest import key_for
-from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
-from lockstep.engines.tensor_specs import one_push
+from lockstep.contract.device_digest import key_for
+from lockstep.contract.protocol import LoadedWeights, TensorSpec, WeightReceiver
+from lockstep.contract.tensors import one_push
 from lockstep.errors import InputError, ProofError
 from lockstep.models.loaded_checks import listed
 from lockstep.sync.adapters.merged import weights_of

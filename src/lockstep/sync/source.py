@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.engines.protocol import TensorSpec
-from lockstep.engines.tensor_specs import Begun, described, digest_of_all, finished
+from lockstep.contract.protocol import TensorSpec
+from lockstep.contract.tensors import Begun, described, digest_of_all, finished
 from lockstep.models.checkpoint_names import checkpoint_tensors
 from lockstep.shards.model import sharded
 

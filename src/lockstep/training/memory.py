@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, Trainer
 
-from lockstep.engines.adapters.in_process import adapter_arguments
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.arguments import cpu_cache_bytes, usual_sequences
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError

@@ -46,7 +46,9 @@ def _row(stage: Stage, most: int) -> Row:
             run_seed=turn,
             version=stage.version,
         )
-        stats = score_all(stage.trainer.loop.policy(), sequences_of(groups, stage.version), stage.config).draws
+        evidence_of_turn = stage.trainer.watch.evidence()
+        score_all(stage.trainer.loop.policy(), sequences_of(groups, stage.version), stage.config, evidence_of_turn)
+        stats = evidence_of_turn.draws
         tokens += stats.tokens
         evidence.add(stats)
         try:

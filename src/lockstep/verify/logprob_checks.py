@@ -10,27 +10,31 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from lockstep.engines.protocol import Completion, Sampling
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.protocol import Completion
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
+from lockstep.contract.tensors import dtype_name
 from lockstep.errors import ProofError
+from lockstep.models.autocast import Precision
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.training.batch.pack import Pack
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.events import Evidence
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.step.drawn_rows import DrawnRows
 from lockstep.training.step.generation import prepare_generation
 from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
 from lockstep.verify.rows import Row, gap_row
 from lockstep.verify.stage import Stage
-from lockstep.watch.distributions import Distribution
+from lockstep.verify.unwatched import Unwatched
+from lockstep.watch.evidence import TokenEvidence
 from lockstep.watch.gap import GapStats, PooledGap, measure_gap
 from lockstep.watch.kept_sets import KeptSetProof, KeptToken
 from lockstep.watch.quantised_whole_inputs import whole_inputs
-from lockstep.watch.rescoring import Precision, completion_logps, logit_chunks
+from lockstep.watch.rescoring import completion_logps, logit_chunks
 from lockstep.watch.tolerances import Tolerance, tolerance
 
 # Largest relative distance of two gradients of the same log-probs.
@@ -203,7 +207,7 @@ class _ScoredPolicy(Policy):
 
     scores: Mapping[str, TokenScores] = field(default_factory=dict)
 
-    def score(self, pack: Pack, config: OnlineConfig, rows: DrawnRows | None = None, **how: bool) -> TokenScores:
+    def score(self, pack: Pack, config: OnlineConfig, evidence: Evidence | None = None, **how: bool) -> TokenScores:
         own = [self.scores[s.name] for s in pack.sequences]
         support = [s.support for s in own if s.support is not None]
         return TokenScores(
@@ -216,7 +220,7 @@ class _ScoredPolicy(Policy):
 def _scored(stage: Stage, groups: Sequence[RolloutGroup]) -> dict[str, TokenScores]:
     """The scores of every sequence, computed once by the policy, by name."""
     objective = GRPOObjective(_cut(stage, 1))
-    policy, found = _policy(stage), dict[str, TokenScores]()
+    policy, found = stage.trainer._policy(), dict[str, TokenScores]()
     sequences = [s for batch in prepare_generation(groups, objective, stage.version).micro_batches for s in batch]
     with torch.no_grad(), policy.casts_kept():
         for pack in policy.packs(sequences, objective.config):
@@ -246,21 +250,16 @@ def _token_gradients(
         )
         for name, own in scores.items()
     }
-    known = {f.name: getattr(_policy(stage), f.name) for f in fields(Policy)}
-    policy, sums = _ScoredPolicy(**known, scores=leaves), UpdateSums()
+    known = {f.name: getattr(stage.trainer._policy(), f.name) for f in fields(Policy)}
+    policy, sums = _ScoredPolicy(**known, scores=leaves), UpdateSums(TokenEvidence())
     for batch in prepare_generation(groups, objective, stage.version).micro_batches:
-        learn(policy, batch, objective, PhaseClock(), sums)
+        learn(policy, batch, objective, PhaseClock(), sums, Unwatched())
     return {
         f"{name}, {kind}": leaf.grad
         for name, own in leaves.items()
         for kind, leaf in (("log-probs", own.logps), ("entropies", own.entropies))
         if leaf.grad is not None
     }
-
-
-def _policy(stage: Stage) -> Policy:
-    # The temperature is this check's own, and kept ids are compared in training steps.
-    return replace(stage.trainer._policy(), settings=None, kept_sets=None)
 
 
 def _cut(stage: Stage, parts: int) -> GRPOConfig:

@@ -20,11 +20,13 @@ from PIL import Image
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, Engine, Sampling
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, Engine
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.files import temporary_folder
 from lockstep.model_files import load_files
+from lockstep.models.autocast import Precision
 from lockstep.models.resolve import resolve_model
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
@@ -40,7 +42,7 @@ from lockstep.verify.sizes import SIZES
 from lockstep.watch.gap import GapStats, measure_gap
 from lockstep.watch.inputs import data_digest
 from lockstep.watch.modules import ProbeRecord
-from lockstep.watch.rescoring import Precision, completion_logps
+from lockstep.watch.rescoring import completion_logps
 from lockstep.watch.tolerances import tolerance
 
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -170,9 +172,9 @@ class Stage:
         finally:
             trainer.remove_callback(caller)
             args.max_steps = limit
-            if trainer.loop.update_proof is not None:
-                trainer.loop.update_proof.abandon()
-            trainer.loop.update_proof = None
+            if trainer.watch.update is not None:
+                trainer.watch.update.abandon()
+            trainer.watch.update = None
             # The next call makes them again.
             trainer.optimizer = trainer.lr_scheduler = trainer.optimizer_settings = None
             self.model.zero_grad(set_to_none=True)

@@ -1,6 +1,6 @@
 """The adapter probe: what an adapter adds in the engine's own layers, compared with what the trainer's adapter adds.
 
-The engine answers with the outputs of its layers with and without the adapter (`engines/adapters/receiver.py`). The module probe
+The engine answers with the outputs of its layers with and without the adapter (`contract/adapters.py`). The module probe
 compares the sum; there an adapter that is young, and small beside its weight, would not be seen. `watch/push.py` calls it
 after every push of an adapter alone.
 """
@@ -12,8 +12,8 @@ import random
 import torch
 from torch.nn.functional import linear
 
-from lockstep.engines.adapters.receiver import DOWN, UP, AdapterReceiver
-from lockstep.engines.probe import probe_vector
+from lockstep.contract.adapters import DOWN, UP, AdapterReceiver
+from lockstep.contract.probe import probe_vector
 from lockstep.errors import ProofError
 from lockstep.sync.adapters.source import AdapterSource
 from lockstep.to_device import on_host

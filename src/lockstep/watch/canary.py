@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import ProbedEngine, Sampling
+from lockstep.contract.protocol import ProbedEngine
+from lockstep.contract.sampling import Sampling
+from lockstep.models.autocast import Precision
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.gap import GapStats, measure_gap
-from lockstep.watch.gap_parts import check_gap
-from lockstep.watch.rescoring import Precision, casting_once, completion_logps
+from lockstep.watch.gap_explained import check_gap
+from lockstep.watch.rescoring import casting_once, completion_logps
 from lockstep.watch.tolerances import Tolerance
 
 _SEQUENCES, _LENGTH = 4, 24

@@ -2,20 +2,31 @@
 
 At a generation's first step the policy is the one that scored the tokens before, so every log-prob must be the same again. At
 later steps the policy has moved. Then one drawn completion is scored by a plain forward with the weights of that step, under the
-run's sampling distribution, without packing and shared prefixes. `training/step/step_proofs.py` and `run/loop.py` call it.
+run's sampling distribution, without packing and shared prefixes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
-from lockstep.watch.distributions import Distribution
+from lockstep.models.autocast import Precision
+from lockstep.training.methods.objective import TokenBatch
 from lockstep.watch.gap import GapStats, over_limits
-from lockstep.watch.rescoring import Precision, sampled_logps
-from lockstep.watch.tolerances import Tolerance
+from lockstep.watch.rescoring import sampled_logps
+from lockstep.watch.tolerances import Tolerance, own_limit
+
+if TYPE_CHECKING:
+    from lockstep.training.step.update import Policy
+
 
 _CAUSE = (
     "the forward of the loss computes something else than the forward that scored the tokens: another temperature, prompt, mask "
@@ -61,7 +72,7 @@ def check_plain(
     Raises:
         ProofError: they differ by more than rounding.
     """
-    limit = precision.own_limit(model)
+    limit = own_limit(precision, model)
     gap = (sampled_logps(model, completion, distribution, precision).cpu() - logps.detach().cpu()).abs()
     mean, largest = float(gap.mean()), float(gap.max())
     # Few tokens: the limit on the mean of many would be too narrow.
@@ -73,3 +84,49 @@ def check_plain(
             _CAUSE,
             _FIX,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PlainForward:
+    """One drawn completion of a step, which is also scored by a plain forward."""
+
+    completion: Completion
+    distribution: Distribution
+    precision: Precision
+
+    def is_in(self, batch: TokenBatch) -> bool:
+        """Whether a pack has the completion."""
+        return str(self.completion.key) in [s.name for s in batch.sequences]
+
+    def check(self, model: PreTrainedModel, batch: TokenBatch) -> None:
+        """Compare, if the pack has the completion.
+
+        Raises:
+            ProofError: the pack's log-probs are others.
+        """
+        start = 0
+        for s in batch.sequences:
+            if s.name == str(self.completion.key):
+                own = batch.logps[start : start + s.length]
+                check_plain(model, self.completion, own, self.distribution, self.precision)
+            start += s.length
+
+
+def drawn_forward(
+    completions: Sequence[Completion],
+    names: Sequence[str],
+    policy: Policy,
+    precision: Precision,
+    seed: tuple[int, ...],
+) -> PlainForward | None:
+    """Draw the completion of a step; None if the step learns from none.
+
+    Args:
+        completions: those of the generation, as the engine answered them.
+        names: the completions that the step learns from.
+    """
+    if not names or policy.rules is None:
+        return None
+    name = names[int(np.random.default_rng(seed).integers(len(names)))]
+    (found,) = [c for c in completions if str(c.key) == name]
+    return PlainForward(found, policy.rules.distribution, precision)

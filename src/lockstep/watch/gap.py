@@ -10,7 +10,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ class GapStats:
         max_abs: largest |g|.
         sum_k3: sum of exp(−g) − 1 + g.
         worst: name of the request with the largest |g|.
-        sum_cubes, sum_fourths: sums of |g|³ and g⁴: how fast the tail of the distribution falls (`watch/gap_tail.py`).
+        sum_cubes, sum_fourths: sums of |g|³ and g⁴: how fast the tail of the distribution falls (`watch/gap.py`).
     """
 
     tokens: int = 0
@@ -230,7 +230,7 @@ class PooledGap:
 
 
 def gap_error(stats: GapStats, limit: Tolerance, version: int, parts: str, cause: str, fix: str) -> ProofError:
-    """The error for a gap over its limits. `parts`, `cause` and `fix` come from `watch/gap_parts.py`."""
+    """The error for a gap over its limits. `parts`, `cause` and `fix` come from `watch/gap_explained.py`."""
     return ProofError(
         "gap",
         f"at version {version}, over {stats.tokens} sampled tokens: {', '.join(over_limits(stats, limit))} nats "
@@ -238,3 +238,36 @@ def gap_error(stats: GapStats, limit: Tolerance, version: int, parts: str, cause
         cause,
         f"{fix}. Do not raise the tolerance before the cause is known: the step would be taken on wrong data",
     )
+
+
+# Weight of the prior: the estimate starts as if this many tokens with the dtypes' widest tail had been measured.
+_PRIOR_TOKENS = 32
+
+
+class GapTail:
+    """Lowers a limit on the largest gap to fit the tail of the run's gaps. It never raises the limit.
+
+    The tail is modelled as an exponential distribution. Its scale follows from the third and fourth moments: E|g|⁴ ÷ (4 E|g|³).
+    High moments depend mainly on the tail. Tokens without a gap (the model is certain of them) do not change the quotient. The
+    limit stays above a multiple of the largest gap so far (`Tolerance.largest`).
+
+    Args:
+        limit: the limit of the dtypes. It may be set anew before a step: with an engine in 8 bits it depends on the tokens.
+    """
+
+    def __init__(self, limit: Tolerance) -> None:
+        self.outer = limit
+        self._passed = GapStats()
+
+    @property
+    def limit(self) -> Tolerance:
+        """The limit on the next step."""
+        prior = self.outer.tail
+        fourths = self._passed.sum_fourths + 24 * _PRIOR_TOKENS * prior**4
+        cubes = self._passed.sum_cubes + 6 * _PRIOR_TOKENS * prior**3
+        tail = min(prior, fourths / (4 * cubes))
+        return replace(self.outer, tail=tail, widest=prior, seen=self._passed.max_abs)
+
+    def passed(self, stats: GapStats) -> None:
+        """Add the gap of a step that is within its limits to the estimate."""
+        self._passed = self._passed + stats

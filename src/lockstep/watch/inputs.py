@@ -1,6 +1,6 @@
 """The proof of a run's inputs: its data, reward functions, settings and model files are those with which it began.
 
-A run writes their digests into the receipt's first line (`training/generate/proofs/proofs.py`). A resumed run compares them before
+A run writes their digests into the receipt's first line (`watch/engine.py`). A resumed run compares them before
 it loads anything (`run/trainers/hooks/whole_checkpoints.py`).
 """
 

@@ -1,6 +1,6 @@
 """Compares the ids that an engine's filters kept with the trainer's own filters, at drawn tokens.
 
-`training/step/drawn_rows.py` uses it at the forward that proves a generation's tokens, before the policy moves. The trainer scores
+`watch/rows_of_logits.py` uses it at the forward that proves a generation's tokens, before the policy moves. The trainer scores
 sampled tokens among the engine's kept ids. Therefore the parity gap does not see a filter that the engine applies wrongly or not at
 all, and this proof does. The whole logits come from the hidden states of that forward, and `watch/filter_bounds.py` says
 what the filters keep.
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import SmallIds
-from lockstep.watch.distributions import Distribution
 from lockstep.watch.filter_bounds import FilterBounds
 from lockstep.watch.tolerances import Tolerance
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.engines.model_fields import NOT_COMPARED
+from lockstep.contract.model_fields import NOT_COMPARED
 from lockstep.watch.receipt import text_digest
 
 # The engine does not need these two fields of a config, but the loss of a mixture of experts does.

@@ -1,7 +1,7 @@
 """The module probe: compares the output of each engine module with the same product, computed with the trainer's weights.
 
 The probe uses the weights that the trainer sends (`sync/source.py`; merged if the model has an adapter). `Engine.probe` gives the
-engine's outputs. Both sides get the same input (`engines/probe.py`). A push may be used for training only after its probe has
+engine's outputs. Both sides get the same input (`contract/probe.py`). A push may be used for training only after its probe has
 passed, and `lockstep verify` probes every module. The probe finds faults that a comparison of stored tensors cannot find,
 because it uses the weights as the engine computes with them: packed, fused, tied, padded or quantised.
 """
@@ -18,8 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.definitions.quantisation import quantised_rows
-from lockstep.engines.probe import (
+from lockstep.contract.probe import (
     PROBED_ROWS,
     SAMPLED_ROWS,
     EngineModules,
@@ -30,8 +29,9 @@ from lockstep.engines.probe import (
     probe_vector,
     quantised_vector,
 )
-from lockstep.engines.protocol import ProbedEngine
-from lockstep.engines.tensor_specs import codes_digest
+from lockstep.contract.protocol import ProbedEngine
+from lockstep.contract.tensors import codes_digest
+from lockstep.definitions.quantisation import quantised_rows
 from lockstep.engines.vllm.arguments import QUANTIZATIONS
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import head_name

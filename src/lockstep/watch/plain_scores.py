@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
 from lockstep.models.adapters import causal_model
 from lockstep.models.logits import transformed_logits
 from lockstep.to_device import sent
 from lockstep.tokens.arrays import Ids
-from lockstep.watch.distributions import Distribution
 from lockstep.watch.rescoring import sets_of_all
 
 # Rows of logits in memory at a time, on the host and on a GPU, which holds a few copies of them in float64.

@@ -15,20 +15,20 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import foreign_errors
+from lockstep.models.autocast import Precision
 from lockstep.sync.adapters.push import AdapterPusher
 from lockstep.sync.adapters.source import EffectiveSource
 from lockstep.sync.push import SyncRecord, forget_push, push_weights
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.adapter_probe import check_adapter_probe
 from lockstep.watch.canary import canary_sequences, check_canary, score_canary
-from lockstep.watch.distributions import Distribution
 from lockstep.watch.gap import GapStats
 from lockstep.watch.modules import ModuleProbe, ProbeRecord, check_probe
 from lockstep.watch.quantised_gap import QuantisationError, widened
 from lockstep.watch.quantised_whole_inputs import sample_with_whole_inputs, score_with_whole_inputs
-from lockstep.watch.rescoring import Precision
 from lockstep.watch.tolerances import Tolerance, tolerance
 
 _logger = logging.getLogger(__name__)

@@ -23,16 +23,17 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lockstep.contract.protocol import Completion
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.definitions.quantisation import quantised_linear, quantised_rows
-from lockstep.engines.protocol import Completion, Sampling
 from lockstep.models.adapters import causal_model
-from lockstep.models.autocast import autocast_dtype
+from lockstep.models.autocast import Precision, autocast_dtype
 from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.source import PlainSource
 from lockstep.watch.canary import canary_gap
-from lockstep.watch.distributions import Distribution
 from lockstep.watch.gap import GapStats, measure_gap
-from lockstep.watch.rescoring import Precision, casting_once, completion_logps, sampled_logps
+from lockstep.watch.rescoring import casting_once, completion_logps, sampled_logps
 from lockstep.watch.tolerances import Tolerance
 
 # How many times the quantisation error a mean gap may have beyond the limit of the dtypes. Measured: 1.3 (docs/internals/proof.md).
@@ -65,7 +66,7 @@ def widened(limit: Tolerance, error: GapStats) -> Tolerance:
         limit: the limits of the dtypes.
         error: the quantisation error of some tokens.
     """
-    # The scale of an exponential tail, from its moments (`watch/gap_tail.py`).
+    # The scale of an exponential tail, from its moments (`watch/gap.py`).
     tail = error.sum_fourths / (4 * error.sum_cubes) if error.sum_cubes > 0 else 0.0
     return replace(
         limit,

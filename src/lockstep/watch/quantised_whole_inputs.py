@@ -14,13 +14,13 @@ from dataclasses import replace
 
 import torch
 
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import whole_numbers
 from lockstep.watch.canary import canary_gap, check_canary
-from lockstep.watch.distributions import Distribution
 from lockstep.watch.gap import GapStats, measure_gap
-from lockstep.watch.gap_parts import check_gap
+from lockstep.watch.gap_explained import check_gap
 from lockstep.watch.quantised_gap import QuantisationError
 from lockstep.watch.rescoring import sampled_logps
 from lockstep.watch.tolerances import Tolerance

@@ -1,26 +1,31 @@
 """The proof of what must stay as it is: the reference model, and the frozen weights under an adapter.
 
-`run/trainers/hooks/steps.py` makes it when training begins. `run/loop.py` asks it once per generation, and after each
-step. The log-probs of the reference are checked in `training/step/generation.py`.
+Frozen tensors are read again once per generation, and a few of their elements after each step. One drawn completion of each
+generation is scored by the reference a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.device_digest import key_for
-from lockstep.engines.protocol import Completion
-from lockstep.engines.tensor_specs import digests_of
+from lockstep.contract.device_digest import key_for
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
+from lockstep.contract.tensors import digests_of
 from lockstep.errors import ProofError
+from lockstep.models.autocast import Precision
+from lockstep.rollouts.group import RolloutGroup
 from lockstep.shards.parts import local_part
 from lockstep.tokens.arrays import Reals
-from lockstep.watch.distributions import Distribution
-from lockstep.watch.rescoring import Precision, sampled_logps
-from lockstep.watch.tolerances import Tolerance
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.step.generation import branches_of
+from lockstep.training.step.update import Policy
+from lockstep.watch.rescoring import sampled_logps
+from lockstep.watch.tolerances import Tolerance, own_limit
 from lockstep.watch.windows import Drawn
 
 # Bytes that are read again in each generation, so that large models are covered over several generations.
@@ -128,3 +133,31 @@ class FrozenWeights:
                 "something trains the reference or the base of an adapter, or merges the adapter into it",
                 "look for code outside Lockstep that writes to the model, such as a callback or merge_adapter",
             )
+
+
+def check_drawn_scores(
+    scorer: Policy,
+    scores: Mapping[str, Reals],
+    sequences: Sequence[TrainingSequence],
+    groups: Sequence[RolloutGroup],
+    precision: Precision,
+    seed: tuple[int, ...],
+) -> None:
+    """Compute the reference's log-probs of one drawn completion a second time.
+
+    Args:
+        scorer: the reference model, and how it computes.
+        scores: its log-probs, by name of the sequence.
+        sequences: those of this rank, of which one is drawn; those of the groups have the same names.
+        seed: draws the sequence.
+
+    Raises:
+        ProofError: the second time gives other log-probs.
+    """
+    if not sequences:
+        return
+    assert scorer.rules is not None
+    name = sequences[int(np.random.default_rng(seed).integers(len(sequences)))].name
+    for completion in (c for c in branches_of(groups) if str(c.key) == name):
+        limit = own_limit(precision, scorer.model)
+        check_reference_scores(scorer.model, completion, scores[name], scorer.rules.distribution, precision, limit)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,11 +15,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion, Sampling
+from lockstep.contract.protocol import Completion
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import LockstepError, foreign_errors
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.models.adapters import causal_model, head_name
-from lockstep.models.autocast import head_dtype
+from lockstep.models.autocast import Precision, head_dtype
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
 from lockstep.shards.model import sharded
@@ -28,36 +29,16 @@ from lockstep.sync.adapters.merged import weights_of
 from lockstep.to_device import sent
 from lockstep.tokens.arrays import Ids, small_ids, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
-from lockstep.watch.distributions import Distribution
-from lockstep.watch.tolerances import Tolerance, tolerance
 
 # Largest size of one tensor of float32 logits, in bytes. Up to three such tensors exist at the same time.
 LOGITS_BYTES = 64 * 2**20
 
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """The precision in which the trainer computes a forward.
-
-    Attributes:
-        autocast: dtype of autocast; None: the weights' own dtype.
-        head: dtype in which the output head computes; None: the dtype of the rest of the model.
-    """
-
-    autocast: torch.dtype | None = None
-    head: torch.dtype | None = None
-
-    def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
-        """The dtype in which a forward of the model computes."""
-        return self.autocast or model.dtype
-
-    def own_limit(self, model: PreTrainedModel) -> Tolerance:
-        """Limits on the difference of two forwards of the trainer."""
-        return tolerance(self.dtype_of(model), self.dtype_of(model))
+# The weights' own dtype, without autocast.
+OWN_DTYPE = Precision()
 
 
 @torch.no_grad()
-def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Precision = Precision()) -> torch.Tensor:
+def sequence_logits(model: PreTrainedModel, ids: Sequence[int], precision: Precision = OWN_DTYPE) -> torch.Tensor:
     """(len(ids), V) float32 logits of one sequence, in evaluation mode. They are in one tensor, without a limit on its size."""
     return torch.cat(list(logit_chunks(model, ids, 0, precision)))
 
@@ -69,7 +50,7 @@ def completion_logps(
     prompt_ids: Sequence[int] | Ids,
     token_ids: Sequence[int] | Ids,
     sampling: Sampling | Distribution,
-    precision: Precision = Precision(),
+    precision: Precision = OWN_DTYPE,
     kept: KeptIds | None = None,
     pictures: PromptPictures | None = None,
 ) -> torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from lockstep.engines.tensor_specs import tensor_digest
+from lockstep.contract.tensors import tensor_digest
 from lockstep.errors import InputError, ProofError
 from lockstep.files import replace_text
 from lockstep.models.cuda import read_in_threads

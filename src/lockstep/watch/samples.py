@@ -3,7 +3,7 @@
 With one seed for all requests, all completions of a group are equal (fault A5), and the advantages are always zero. With equal
 seeds in pairs, a group has half as many completions as it seems. A very certain model may rightly repeat itself. So the check
 computes the probability of the repetition under the engine's own log-probs (in which inserted tokens have probability 1). Seeds
-that are equal before anything is sampled are refused (`training/generate/source.py` asks).
+that are equal before anything is sampled are refused (`run/source.py` asks).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import Ids, Reals, joined
 

@@ -2,8 +2,8 @@
 
 The trainer and the engine read one config. If the config, or the code that reads it, loses a setting, both sides agree and no other
 proof sees it. So `run/trainers/online.py` reads the user's fields a second time, before anything else does
-(`definitions/settings.py`). This module compares them with every request and its answer (`training/generate/proofs/proofs.py`),
-with every reward (`run/loop.py`), and with the log-probs that the loss uses (`training/step/drawn_rows.py`).
+(`definitions/settings.py`). This module compares them with every request and its answer (`watch/engine.py`),
+with every reward (`run/loop.py`), and with the log-probs that the loss uses (`watch/rows_of_logits.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.contract.sampling import Sampling
 from lockstep.definitions.interruption import broken_rule
 from lockstep.definitions.settings import UserSettings, weighted_sum
-from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
 from lockstep.errors import ProofError
 from lockstep.models.cuda import rounds_products
 from lockstep.tokens.arrays import Ids

@@ -10,7 +10,9 @@ import math
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
+from lockstep.models.autocast import Precision
 from lockstep.models.cuda import rounds_products
 
 # Probability that the largest gap of a step without a fault is over its limit, if the tail is as modelled. Then one in a thousand
@@ -112,3 +114,9 @@ def gradient_limit(trainer: torch.dtype) -> float:
         return 0.4
     # Products in TF32 have 11 bits. Not measured here.
     return 0.1 if rounds_products(trainer) else 0.05
+
+
+def own_limit(precision: Precision, model: PreTrainedModel) -> Tolerance:
+    """Limits on the difference of two forwards of the trainer."""
+    dtype = precision.dtype_of(model)
+    return tolerance(dtype, dtype)

@@ -28,8 +28,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.training_args import OptimizerNames
 
+from lockstep.contract.protocol import Engine
 from lockstep.definitions import optimizer as definition
-from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.watch.receipt import RECEIPT, read_receipt
 

@@ -19,8 +19,7 @@ from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.methods.objective import TokenBatch
 from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
-from lockstep.training.step.loss_gradient import LossGradient
-from lockstep.watch.loss_gradient import Tokens, by_logps, check
+from lockstep.watch.loss_gradient import LossGradient, Tokens, by_logps, check
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

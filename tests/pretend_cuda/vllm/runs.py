@@ -28,9 +28,10 @@ from by_the_book import kept_set, shaped
 from methods import GROUPS, lora, make
 from tiny import make_model, save
 
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.sleep import weight_digests
+from lockstep.engines.vllm.port.sleep import weight_digests
 from lockstep.errors import InputError
 from lockstep.sync.push import push_weights
 
@@ -242,7 +243,7 @@ def in_8_bits() -> dict[str, Any]:
 
 def adapters_alone() -> dict[str, Any]:
     """An adapter that is sent alone, with sleep level 1: the weights go to main memory between two pushes."""
-    from lockstep.engines.adapters.in_process import adapter_arguments
+    from lockstep.engines.vllm.adapters import adapter_arguments
 
     arguments = adapter_arguments(8, ["q_proj", "up_proj"])
     with engine(model_folder(), torch.bfloat16, sleep_level=1, engine_kwargs=arguments) as started:

@@ -19,18 +19,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lockstep.engines.adapters.receiver import AdapterLimits
+from lockstep.contract.adapters import AdapterLimits
+from lockstep.contract.probe import decode_floats
+from lockstep.contract.protocol import LoadedWeights
 from lockstep.engines.adapters.transfer import AdapterCalls, one_acknowledgement
 from lockstep.engines.http.requests.messages import agreed_answers, loaded_from
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.server_set import ServerSet
-from lockstep.engines.http.transport import WeightTransport
-from lockstep.engines.probe import decode_floats
-from lockstep.engines.protocol import LoadedWeights
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.report.waits import waiting
+from lockstep.sync.wire.transport import WeightTransport
 
-# vLLM needs a path for each adapter. This prefix and the adapter's name take its place (`engines/adapters/worker.py`).
+# vLLM needs a path for each adapter. This prefix and the adapter's name take its place (`engines/vllm/port/lora.py`).
 PATH = "lockstep:"
 _BASE = "base:"
 _JOIN = "/"

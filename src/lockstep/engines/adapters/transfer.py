@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from lockstep.engines.protocol import LoadedWeights
+from lockstep.contract.protocol import LoadedWeights
 
 
 class WorkerCalls(Protocol):

@@ -11,7 +11,6 @@ import concurrent.futures
 import errno
 import functools
 import hmac
-import ipaddress
 import json
 import resource
 import ssl
@@ -23,7 +22,8 @@ import httpx
 import msgspec
 
 from lockstep import bounded_http
-from lockstep.engines.http.call_loop import CallLoop, Pending
+from lockstep.call_loop import CallLoop, Pending
+from lockstep.contract.protocol import EngineSettings
 from lockstep.engines.http.greeting import (
     GREETING,
     LIMIT_HEADER,
@@ -33,7 +33,6 @@ from lockstep.engines.http.greeting import (
     make_nonce,
     server_proof,
 )
-from lockstep.engines.protocol import EngineSettings
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.homes import expanded
@@ -293,7 +292,7 @@ class ServerCalls:
         return self._loop.run(self.ask_workers(method, *args))
 
     async def ask_workers(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker of the server at once (`sync/vllm/worker.py`). Returns their JSON answers, by rank.
+        """Call a method of every worker of the server at once (`engines/vllm/worker.py`). Returns their JSON answers, by rank.
 
         Raises:
             EngineLost: the server did not answer, for example because its workers do not have the method.
@@ -441,14 +440,6 @@ def _file_limit_reached(error: BaseException) -> str | None:
             )
         cause = cause.__cause__ or cause.__context__
     return None
-
-
-def is_local(host: str) -> bool:
-    """Whether a host is `localhost` or a loopback address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 HOW_TO_START = (

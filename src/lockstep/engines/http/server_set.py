@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.engines.http.call_loop import CallLoop
+from lockstep.call_loop import CallLoop
+from lockstep.contract.protocol import EngineSettings
 from lockstep.engines.http.server_calls import HEALTH, ServerCalls
 from lockstep.engines.http.server_state import agreed_settings, await_health, problem_of, read_state
-from lockstep.engines.http.transport import finish_all
-from lockstep.engines.protocol import EngineSettings
-from lockstep.engines.vllm.settings import only_dtype
+from lockstep.engines.vllm.port.settings import only_dtype
 from lockstep.errors import LockstepError
+from lockstep.sync.wire.receivers import finish_all
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)

@@ -1,9 +1,9 @@
 """One or several vLLM servers behind the engine protocol. Each request goes to the least busy server; weights go to all servers.
 
-Requests come from an inbox (`engines/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of `sync/wire/`. When
-a server does not answer, the engine raises `EngineLost`. Before it sends requests again, the server must answer, pass the checks of
-`engines/http/server_state.py`, and receive the weights again. A server that does not come back in time leaves, if another one
-remains. Servers can also leave and join between two pushes.
+Requests come from an inbox (`contract/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of `sync/wire/`.
+When a server does not answer, the engine raises `EngineLost`. Before it sends requests again, the server must answer, pass the
+checks of `engines/http/server_state.py`, and receive the weights again. A server that does not come back in time leaves, if another
+one remains. Servers can also leave and join between two pushes.
 """
 
 from __future__ import annotations
@@ -19,19 +19,11 @@ from typing import Any
 
 import torch
 
-from lockstep.engines.adapters.servers import EngineParts, ServerAdapters
-from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.engines.http.call_loop import CallLoop, Pending
-from lockstep.engines.http.pauses import Pauses
-from lockstep.engines.http.requests.messages import agreed_answers, loaded_by
-from lockstep.engines.http.requests.sending import ServerRequests
-from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
-from lockstep.engines.http.server_set import ServerSet
-from lockstep.engines.http.server_state import HEALTH_EVERY, agreed_settings, unreachable
-from lockstep.engines.http.transport import WeightTransport
-from lockstep.engines.inbox import Inbox, answer_all
-from lockstep.engines.probe import EngineModules, ProbedModule, decode_floats
-from lockstep.engines.protocol import (
+from lockstep.call_loop import CallLoop, Pending
+from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
+from lockstep.contract.inbox import Inbox, answer_all
+from lockstep.contract.probe import EngineModules, ProbedModule, decode_floats
+from lockstep.contract.protocol import (
     Completion,
     EngineSettings,
     GenerationRequest,
@@ -39,9 +31,17 @@ from lockstep.engines.protocol import (
     OnAnswer,
     RequestKey,
 )
-from lockstep.engines.vllm.settings import changed_settings
+from lockstep.engines.adapters.servers import EngineParts, ServerAdapters
+from lockstep.engines.http.pauses import Pauses
+from lockstep.engines.http.requests.messages import agreed_answers, loaded_by
+from lockstep.engines.http.requests.sending import ServerRequests
+from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
+from lockstep.engines.http.server_set import ServerSet
+from lockstep.engines.http.server_state import HEALTH_EVERY, agreed_settings, unreachable
+from lockstep.engines.vllm.port.settings import changed_settings
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.report.waits import waiting
+from lockstep.sync.wire.transport import WeightTransport
 
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
 

@@ -1,9 +1,9 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
-The scheduler is in this process. The model is in this process too, or it is split over worker processes (`engines/vllm/workers/`).
-Requests come from an inbox (`engines/inbox.py`). The engine gives their ids to vLLM's engine loop, with their key as the request
-id. Weights come through vLLM's weight-transfer API with the backend of `sync/vllm/backend.py`. vLLM finds that backend through the
-entry point in pyproject.toml.
+The scheduler is in this process. The model is in this process too, or it is split over worker processes
+(`engines/vllm/workers/`). Requests come from an inbox (`contract/inbox.py`). The engine gives their ids to vLLM's
+engine loop, with their key as the request id. Weights come through vLLM's weight-transfer API with the backend of
+`engines/vllm/receive.py`. vLLM finds that backend through the entry point in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from lockstep.engines.adapters.in_process import AdaptersInProcess
-from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.engines.http.requests.messages import agreed_answers
-from lockstep.engines.inbox import Inbox, answer_all
-from lockstep.engines.probe import EngineModules
-from lockstep.engines.protocol import (
+from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
+from lockstep.contract.inbox import Inbox, answer_all
+from lockstep.contract.probe import EngineModules
+from lockstep.contract.protocol import (
     Completion,
     EngineSettings,
     GenerationRequest,
@@ -31,6 +29,8 @@ from lockstep.engines.protocol import (
     OnAnswer,
     RequestKey,
 )
+from lockstep.engines.http.requests.messages import agreed_answers
+from lockstep.engines.vllm.adapters import AdaptersInProcess
 from lockstep.engines.vllm.arguments import (
     check_adapters,
     check_quantization,
@@ -39,10 +39,18 @@ from lockstep.engines.vllm.arguments import (
     engine_arguments,
     usual_sequences,
 )
-from lockstep.engines.vllm.requests.check_sent import check_sent, fields_of
-from lockstep.engines.vllm.requests.conversion import completion, prompt_logprobs, sampling_params, scoring_params
-from lockstep.engines.vllm.requests.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
-from lockstep.engines.vllm.sleep import Sleep, SleepLevel, sleep_arguments
+from lockstep.engines.vllm.port.engine import end_steps, has_open_update, shut_down
+from lockstep.engines.vllm.port.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
+from lockstep.engines.vllm.port.requests import (
+    check_sent,
+    completion,
+    fields_of,
+    prompt_logprobs,
+    refusals,
+    sampling_params,
+    scoring_params,
+)
+from lockstep.engines.vllm.port.sleep import Sleep, SleepLevel, sleep_arguments
 from lockstep.engines.vllm.workers.environment import close_at_exit
 from lockstep.engines.vllm.workers.kept_process import process_kept
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
@@ -73,7 +81,7 @@ class VLLMInProcess:
         tensor_parallel_size: number of worker processes that share the model, each on a GPU of its own. 1: the model is in this
             process.
         transport: chooses how weights reach worker processes; needed only if there are several.
-        sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back (`engines/vllm/sleep.py`); 0: it does nothing.
+        sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back (`port/sleep.py`); 0: it does nothing.
         quantization: vLLM's name of the scheme in which the engine holds the weights in 8 bits; None: in `dtype`.
         engine_kwargs: further arguments of `vllm.LLM`, passed on unchanged.
 
@@ -264,16 +272,11 @@ class VLLMInProcess:
 
     @foreign_errors("vLLM failed when it was given a request")
     def _add(self, name: str, prompt_ids: list[int], params: Any, pictures: PromptPictures | None = None) -> None:
-        from vllm.exceptions import VLLMValidationError
-
         prompt: Any = {"prompt_token_ids": prompt_ids}
         if pictures is not None:
             prompt = prompt_with_pictures(prompt_ids, pictures)
-        try:
+        with refusals(f"request {name}"):
             self._llm.llm_engine.add_request(name, prompt, params, lora_request=self.adapters.request)
-        except (VLLMValidationError, ValueError) as error:
-            # vLLM refuses, for example, a JSON schema with a part that xgrammar would ignore.
-            raise InputError(f"vLLM refuses request {name}: {str(error)[:300]}") from error
 
     def _run(self, requests: Mapping[str, tuple[list[int], Any]]) -> list[RequestOutput]:
         """Run these requests without an inbox. Returns their outputs in the order in which vLLM finished them."""
@@ -296,7 +299,7 @@ class VLLMInProcess:
             raise
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
-        from lockstep.engines.vllm.probe.modules import list_modules
+        from lockstep.engines.vllm.port.probe import list_modules
 
         found = self._call(list_modules, checkpoint_names)
         # Workers have different parts of the same modules.
@@ -304,20 +307,20 @@ class VLLMInProcess:
         return EngineModules(probed, tuple(dict.fromkeys(name for one in found for name in one.unreached)))
 
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
-        from lockstep.engines.vllm.probe.modules import probe_modules
+        from lockstep.engines.vllm.port.probe import probe_modules
 
         self._check_awake()
         answers = self._call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
 
     def codes(self, names: Sequence[str]) -> dict[str, str]:
-        from lockstep.engines.vllm.probe.quantised import code_digests
+        from lockstep.engines.vllm.port.quantised import code_digests
 
         self._check_awake()
         return agreed_answers(self._call(code_digests, tuple(names)), "vLLM in this process")
 
     def quantise_inputs(self, wanted: bool) -> bool:
-        from lockstep.engines.vllm.probe.quantised import quantise_inputs
+        from lockstep.engines.vllm.port.quantised import quantise_inputs
 
         self._check_awake()
         return all(self._call(quantise_inputs, wanted))
@@ -342,10 +345,8 @@ class VLLMInProcess:
 
         Their requests have ended. A step must not compute with weights, or write into a cache, that change under it.
         """
-        engine = self._llm.llm_engine
         with self._noting_failure():
-            while engine.engine_core.engine_core.batch_queue:
-                engine.step()
+            end_steps(self._llm.llm_engine)
 
     def _prepare_push(self) -> None:
         self._refuse_requests()
@@ -357,7 +358,7 @@ class VLLMInProcess:
         self._prepare_push()
         # vLLM drops its adapters at the end of an update.
         self.adapters.request = None
-        if any(self._call(_has_open_update)):
+        if any(self._call(has_open_update)):
             # An earlier trainer left this update open, and vLLM would refuse every further update.
             self._call("finish_weight_update")
         self._call("start_weight_update")
@@ -425,7 +426,7 @@ class VLLMInProcess:
             with busy("stopping vLLM"):
                 if hasattr(self, "_workers"):
                     self._workers.close()
-                self._llm.llm_engine.engine_core.shutdown()
+                shut_down(self._llm.llm_engine)
         self._resources.close()
 
 
@@ -469,7 +470,3 @@ def _memory(
     if torch.cuda.is_available():
         return {"gpu_memory_utilization": gpu_memory_utilization}
     return {"kv_cache_memory_bytes": cpu_cache_bytes(model, dtype, max_model_len, max_num_seqs)}
-
-
-def _has_open_update(worker: Any) -> bool:
-    return worker._weight_update_active

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, TypeVar
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from lockstep.engines.errands import Errands
-from lockstep.engines.http.call_loop import CallLoop
+from lockstep.call_loop import CallLoop
+from lockstep.contract.inbox import Errands
 from lockstep.errors import InputError, LockstepError, ProofError, one_line
 from lockstep.report.waits import waiting
 from lockstep.rollouts.programs.content import Content, Process, content_of, giving, printable, shows_no_images

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from lockstep.engines.errands import Errands
+from lockstep.contract.inbox import Errands
 from lockstep.errors import LockstepError
 from lockstep.rollouts.scores.coroutines import USERS_LOOP
 from lockstep.rollouts.scores.guarded_call import OutOfTime, ended_within, torch_as_before

@@ -1,6 +1,6 @@
 """Scores groups while the engine is still sampling: a group is scored as soon as its last rollout has arrived.
 
-Finished rollouts arrive one by one, in any order. `training/generate/source.py` takes the scores after the whole
+Finished rollouts arrive one by one, in any order. `run/source.py` takes the scores after the whole
 generation has been checked. Groups are scored one at a time, in one thread beside the engine's.
 """
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.images.reading import text_of_content
 from lockstep.images.thumbnails import thumbnails_of_messages
 from lockstep.rollouts.group import Rollout, RolloutGroup

@@ -21,15 +21,15 @@ from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.run.evaluation import evaluate
 from lockstep.run.loop import TrainingLoop
+from lockstep.run.source import RolloutSource
 from lockstep.run.trainers.hooks.run_files import RunFiles
 from lockstep.run.trainers.setup.argument_kinds import check_open
 from lockstep.run.trainers.trl_names import TRLNames
 from lockstep.training.data.given_data import SINGLE, named_sets, read_sets
 from lockstep.training.data.prompts import check_dataset, with_empty_prompts
 from lockstep.training.generate.metrics import evaluation_metrics
-from lockstep.training.generate.proofs.evaluation import count_seen
-from lockstep.training.generate.source import RolloutSource
 from lockstep.watch.inputs import data_digest
+from lockstep.watch.rewards import count_seen
 
 _logger = logging.getLogger(__name__)
 

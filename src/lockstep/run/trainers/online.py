@@ -19,9 +19,9 @@ from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from lockstep.contract.protocol import Engine
 from lockstep.definitions.optimizer import optimizer_fields
 from lockstep.definitions.settings import user_settings
-from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
@@ -37,6 +37,7 @@ from lockstep.rollouts.programs.environments import Factory
 from lockstep.rollouts.programs.rollout_func import Bounds
 from lockstep.rollouts.scores.reward_functions import Given, ProcessingClasses, entries_of, reward_scorer
 from lockstep.rollouts.scores.rewards import Scorer
+from lockstep.run.engine import check_engine_arguments, refuse_before_loading
 from lockstep.run.files.changes import Changes
 from lockstep.run.files.completion_log import show_generation
 from lockstep.run.files.lock import locked
@@ -45,6 +46,7 @@ from lockstep.run.files.run_clock import CLOCK, clock_of_run
 from lockstep.run.files.run_identity import model_inputs, run_inputs
 from lockstep.run.files.step_log import StepLog
 from lockstep.run.loop import TrainingLoop
+from lockstep.run.source import RolloutSource
 from lockstep.run.trainers.evaluation import EvaluatesBySampling
 from lockstep.run.trainers.hooks.callbacks import add_callbacks
 from lockstep.run.trainers.hooks.live_views import show_in_notebook
@@ -84,14 +86,13 @@ from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.policy import open_policy
 from lockstep.training.forward.reference import Reference
 from lockstep.training.forward.scoring import check_scorable
-from lockstep.training.generate.engine import check_engine_arguments, refuse_before_loading
 from lockstep.training.generate.rollouts.function import RolloutFunc, RolloutFunction
-from lockstep.training.generate.source import RolloutSource
 from lockstep.training.memory import RunModels, check_memory
 from lockstep.training.methods.objective import Objective
 from lockstep.training.step.distributed import leave_unwrapped
 from lockstep.training.step.generation import Preparation
 from lockstep.training.step.moving_share import check_steps_move
+from lockstep.watch.run import RunWatch
 from lockstep.watch.settings import SettingsProof
 
 # A rank waits for the rank with the engine this many times as long as a generation may take. The longest wait is for a generation
@@ -341,10 +342,23 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.last_eval_groups = []
         self._eval_notes = defaultdict(list)
         self.step_log = StepLog()
+        self.watch = RunWatch(
+            self.objective,
+            self.source.watch,
+            scorer,
+            self._policy,
+            self._trained_modules,
+            lambda: self.state,
+            self.ranks,
+            self.clock,
+            self.step_log.note,
+            self.settings,
+            self._rules,
+        )
         self.loop = self.loop_class(
             self.objective,
             self.source,
-            Preparation(self.objective, self.reference, self.clock, self.ranks),
+            Preparation(self.objective, self.reference, self.clock, self.ranks, self.watch),
             self._order,
             self._train_prompts,
             self._policy,
@@ -353,7 +367,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self.ranks,
             self.clock,
             self.step_log,
-            self.settings,
+            self.watch,
         )
         self._notebook_view = show_in_notebook(self)
 

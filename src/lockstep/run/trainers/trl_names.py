@@ -24,14 +24,14 @@ from lockstep.models.vision import reads_pictures
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.scores.own_reward import OwnReward
 from lockstep.rollouts.scores.rewards import Scorer, reward_name
+from lockstep.run.engine import vllm_installed
 from lockstep.run.files.changes import Changes
 from lockstep.run.files.step_log import StepLog
+from lockstep.run.source import RolloutSource
 from lockstep.run.trainers.attribute import Absent, Attribute, OnceGiven
 from lockstep.training.config.checks import check_number
 from lockstep.training.forward.reference import Reference
-from lockstep.training.generate.engine import vllm_installed
 from lockstep.training.generate.rollouts.tools import RolloutTools
-from lockstep.training.generate.source import RolloutSource
 from lockstep.training.methods.objective import Objective
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ def _hub_errors(folder: str | None) -> Iterator[None]:
 
 
 _CONNECTION = (
-    "it is TRL's own connection to vLLM; the engine is trainer.engine (lockstep.engines.protocol), and a rollout_func samples with "
-    "generate_rollout_completions"
+    "it is TRL's own connection to vLLM; the engine is trainer.engine (lockstep.contract.protocol), and a rollout_func samples "
+    "with generate_rollout_completions"
 )
 _EVENT_LOOP = "it is TRL's event loop for coroutines; Lockstep runs the coroutines of rewards and tools itself"
 _LOSS = "it is a part of TRL's loss; the parts of this one are the functions of lockstep.algorithms"

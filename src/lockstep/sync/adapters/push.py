@@ -13,10 +13,10 @@ import time
 
 import torch
 
-from lockstep.engines.adapters.receiver import AdapterReceiver
-from lockstep.engines.device_digest import key_for
-from lockstep.engines.protocol import Engine, LoadedWeights
-from lockstep.engines.tensor_specs import digest_under, key_of, one_push
+from lockstep.contract.adapters import AdapterReceiver
+from lockstep.contract.device_digest import key_for
+from lockstep.contract.protocol import Engine, LoadedWeights
+from lockstep.contract.tensors import digest_under, key_of, one_push
 from lockstep.errors import InputError, ProofError
 from lockstep.sync.adapters.live import check_adapter_live
 from lockstep.sync.adapters.source import AdapterSource, BaseSource, adapter_shape, check_alone

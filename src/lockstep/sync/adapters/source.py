@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lockstep.engines.adapters.receiver import DOWN, UP
+from lockstep.contract.adapters import DOWN, UP
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, head_name, is_adapted
 from lockstep.models.quantised import is_quantised

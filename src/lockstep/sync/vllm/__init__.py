@@ -1,1 +1,1 @@
-"""The engine's end of a push into vLLM: what runs inside its workers."""
+"""The entry point of earlier installations."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.tensors import dtype_name
 
 CHUNK_BYTES = 64 << 20
 # Tensors of every dtype, and cache lines, may start at a multiple of this many bytes.

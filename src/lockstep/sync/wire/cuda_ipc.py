@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.engines.http.transport import WeightReceiverCalls
 from lockstep.errors import InputError, one_line
 from lockstep.sync.wire.nccl import identity_of
+from lockstep.sync.wire.receivers import WeightReceiverCalls
 from lockstep.sync.wire.shared_memory import NoRoom, Segment, SharedMemoryTransport
 
 NAME = "cuda_ipc"

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
-from lockstep.engines.tensor_specs import push_key
+from lockstep.contract.tensors import push_key
 from lockstep.errors import EngineLost
 from lockstep.report.waits import waiting
 from lockstep.sync.changes import may_be_base, meta_tensors, pieces
@@ -37,6 +36,7 @@ from lockstep.sync.wire.groups.channel import SENDER, GlooChannel
 from lockstep.sync.wire.groups.devices import KeptChannel
 from lockstep.sync.wire.groups.meeting import Meeting, connect, listen, open_store, own_address, ready_key
 from lockstep.sync.wire.groups.proof import new_secret
+from lockstep.sync.wire.receivers import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.to_device import sent
 
 _logger = logging.getLogger(__name__)

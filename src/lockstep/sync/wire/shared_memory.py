@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
-from lockstep.engines.tensor_specs import push_key
+from lockstep.contract.tensors import push_key
 from lockstep.errors import InputError
 from lockstep.sync.changes import meta_tensors, pieces
 from lockstep.sync.wire.chunks import Named, TensorPlace, chunks, layout, views
 from lockstep.sync.wire.deltas import Changes, Piece, arrived_pieces, count_of
+from lockstep.sync.wire.receivers import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.sync.wire.slots import TrainerLock, TrainerSlots, is_unlocked, segment_bytes, worker_chunks
 
 NAME = "shared_memory"

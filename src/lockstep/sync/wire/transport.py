@@ -9,23 +9,46 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import torch
 
-from lockstep.engines.http.server_calls import is_local
-from lockstep.engines.http.transport import WeightReceiverCalls, WeightTransport
+from lockstep.bounded_http import is_local
 from lockstep.errors import InputError
 from lockstep.sync.wire import cuda_ipc
 from lockstep.sync.wire.chunks import Named
 from lockstep.sync.wire.cuda_ipc import CudaIPCTransport
 from lockstep.sync.wire.gloo import GLOO, NCCL, GlooTransport
 from lockstep.sync.wire.nccl import NCCLTransport, check_gpus, identity_of, own_gpu
+from lockstep.sync.wire.receivers import WeightReceiverCalls
 from lockstep.sync.wire.shared_memory import NoRoom, SharedMemoryTransport, shares_memory
 
 _logger = logging.getLogger(__name__)
 
 TRANSPORTS = ("auto", "shared_memory", cuda_ipc.NAME, GLOO, NCCL)
+
+
+class WeightTransport(Protocol):
+    """Sends the bytes of a push to all servers at the same time."""
+
+    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
+        """Send the tensors of an update. Returns when every server has loaded them.
+
+        After a failure, all agreements with the servers are void.
+
+        Args:
+            base: as in `WeightReceiver.load`.
+
+        Raises:
+            EngineLost: a server did not take part until the end.
+        """
+
+    def forget(self) -> None:
+        """Drop all agreements with the servers. The next `send` makes new ones."""
+
+    def close(self) -> None:
+        """Release memory and connections."""
 
 
 def check_transport(name: str) -> None:

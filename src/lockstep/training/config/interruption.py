@@ -1,6 +1,6 @@
 """Turns a config's interruption fields into token ids.
 
-It takes a config and its tokenizer. The result goes to `rollouts/programs/interruptions.py`, through `training/generate/source.py`.
+It takes a config and its tokenizer. The result goes to `rollouts/programs/interruptions.py`, through `run/source.py`.
 """
 
 from __future__ import annotations

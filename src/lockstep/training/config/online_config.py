@@ -20,6 +20,7 @@ from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, check_adapters, usual_sequences
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
+from lockstep.models.autocast import Precision
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
 from lockstep.secret import masked, without_secrets
@@ -51,7 +52,6 @@ from lockstep.training.config.fields.tools import ToolFields
 from lockstep.training.config.fields.trl import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
 from lockstep.training.config.launcher import meeting_ranks, take_launcher
 from lockstep.training.config.precision import has_fast_bf16
-from lockstep.watch.rescoring import Precision
 
 _logger = logging.getLogger(__name__)
 

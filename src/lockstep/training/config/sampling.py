@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.training.config.online_config import OnlineConfig
 

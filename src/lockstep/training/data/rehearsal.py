@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerState
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.scores.judges import PairwiseJudge, judge_pairs

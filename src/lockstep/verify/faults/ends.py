@@ -15,8 +15,9 @@ from unittest.mock import patch
 import torch
 
 import lockstep.engines.transformers_engine as transformers_engine
-import lockstep.engines.vllm.requests.conversion as vllm_requests
-from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
+import lockstep.engines.vllm.port.requests as vllm_requests
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.contract.sampling import Sampling
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.end import end_ids
 from lockstep.verify.faults.filters import samples_with

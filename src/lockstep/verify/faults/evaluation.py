@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import transformers.integrations.sdpa_attention as sdpa
 
-from lockstep.engines.protocol import GenerationRequest
+from lockstep.contract.protocol import GenerationRequest
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.verify.faults import draws, ends, losses, tokens
 from lockstep.verify.faults.seams import (

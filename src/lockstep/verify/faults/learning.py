@@ -100,7 +100,7 @@ def _cleared_between(stage: Stage) -> Iterator[None]:
 
     with patch.object(stage.trainer.accelerator, "backward", backward), patch.object(stage.config, "token_budget", 1):
         # In a run that has begun, the backward counts as one that was there at its beginning.
-        stage.trainer.loop.hooks.note()
+        stage.trainer.watch.hooks.note()
         yield
 
 

@@ -12,7 +12,7 @@ import torch
 
 import lockstep.engines.transformers_engine as transformers_engine
 import lockstep.engines.vllm.in_process as vllm_inprocess
-from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.tokens.arrays import Reals, reals
 from lockstep.verify.faults.seams import (
     REACH,

@@ -17,7 +17,7 @@ from PIL import Image
 
 import lockstep.training.batch.pack as pack_module
 import lockstep.training.forward.scoring as scoring_module
-from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.tokens.arrays import whole_numbers
 from lockstep.verify.faults.seams import Fault, Patch, answers_become, is_vllm, requests_become

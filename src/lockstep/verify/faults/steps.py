@@ -11,7 +11,7 @@ import torch
 
 import lockstep.rollouts.driver as collecting
 import lockstep.training.step.update as updating
-from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.step.generation import Generation
 from lockstep.verify.faults.seams import Fault, Patch, answers_become, at_temperature_one, generations_become

@@ -1,6 +1,6 @@
 """Distributes requests over one or more vLLM servers, limits the number of open requests, and converts the answers.
 
-`engines/http/vllm_server.py` uses it. Requests and answers go through an inbox (`engines/inbox.py`), which checks the answers. The
+`engines/http/vllm_server.py` uses it. Requests and answers go through an inbox (`contract/inbox.py`), which checks the answers. The
 coroutines run in the thread of a `CallLoop`.
 """
 
@@ -13,8 +13,10 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from lockstep.call_loop import CLOSED, CallLoop, Pending
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.engines.adapters.servers import ServerAdapters, UsedAdapter
-from lockstep.engines.http.call_loop import CLOSED, CallLoop, Pending
 from lockstep.engines.http.requests.messages import (
     INITIAL_WEIGHTS,
     completion_from,
@@ -26,9 +28,7 @@ from lockstep.engines.http.requests.messages import (
 )
 from lockstep.engines.http.requests.pictures import SentPictures, check_encoded
 from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
-from lockstep.engines.vllm.requests.check_sent import check_sent
+from lockstep.engines.vllm.port.requests import check_sent
 from lockstep.errors import EngineLost, LockstepError
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.engines.protocol import EngineSettings, LoadedWeights
-from lockstep.engines.vllm.settings import effective_settings, settings_from
+from lockstep.contract.protocol import EngineSettings, LoadedWeights
+from lockstep.engines.vllm.port.settings import effective_settings, settings_from
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -32,7 +32,7 @@ class OwnWorker:
     wire_dtype: torch.dtype | None = None
 
     def __init__(self, llm: LLM) -> None:
-        from lockstep.engines.vllm.patches.kept_ids import record_kept_ids
+        from lockstep.engines.vllm.port.kept_ids import record_kept_ids
 
         self._llm = llm
         llm.init_weight_transfer_engine({"init_info": {}})
@@ -50,7 +50,7 @@ class OwnWorker:
 
     def keep_adapter(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
         """Copy the tensors of an adapter. vLLM loads the adapter afterwards."""
-        from lockstep.engines.adapters.worker import keep_adapter
+        from lockstep.engines.vllm.port.lora import keep_adapter
 
         (arrived,) = self._llm.collective_rpc(partial(keep_adapter, name=name, tensors=tensors))
         return arrived

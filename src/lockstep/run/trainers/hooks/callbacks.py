@@ -34,8 +34,8 @@ def add_callbacks(trainer: OnlineTrainer, began: float) -> RunFiles:
     files, config = RunFiles(trainer, began), trainer.config
 
     def taking() -> AbstractContextManager[None]:
-        # The constructor of the base class calls an event before there is a loop.
-        return trainer.loop.hooks.taking() if hasattr(trainer, "loop") else nullcontext()
+        # The constructor of the base class calls an event before there is a watch.
+        return trainer.watch.hooks.taking() if hasattr(trainer, "watch") else nullcontext()
 
     watched = WatchedCallbacks(trainer.callback_handler, lambda: trainer.optimizer_settings, taking)
     trainer.callback_handler = watched

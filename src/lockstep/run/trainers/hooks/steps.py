@@ -20,6 +20,7 @@ from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.run.files.method_state import MethodState
 from lockstep.run.loop import TrainingLoop
+from lockstep.run.source import RolloutSource
 from lockstep.run.trainers.hooks.optimizer import (
     check_same_changes,
     inner_optimizer,
@@ -33,12 +34,11 @@ from lockstep.shards.model import sharded
 from lockstep.training.data.prompt_order import MicroBatch
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.reference import Reference
-from lockstep.training.generate.source import RolloutSource
 from lockstep.training.step.update import Policy
-from lockstep.watch.kept_sets import KeptSetProof
 from lockstep.watch.optimizer_settings import OptimizerSettings, Taken
 from lockstep.watch.rates import Rates
 from lockstep.watch.reference import FrozenWeights
+from lockstep.watch.run import RunWatch
 from lockstep.watch.settings import SettingsProof
 from lockstep.watch.still import LoadedState
 
@@ -62,6 +62,7 @@ class StepHooks(Trainer):
 
     config: Any
     loop: TrainingLoop
+    watch: RunWatch
     source: RolloutSource
     clock: PhaseClock
     ranks: Ranks
@@ -108,7 +109,7 @@ class StepHooks(Trainer):
             norm = clip_sharded(trained, most, self.ranks.passes)
         else:
             norm = self.accelerator.clip_grad_norm_(trained, most)
-        self.loop.note_clip(float(norm))
+        self.watch.clipped(float(norm))
         return norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -153,9 +154,9 @@ class StepHooks(Trainer):
         """Reset the state of an earlier call of `train`, open the receipt and prove the engine. Called when training begins."""
         self.loop.begin()
         self._forget_gradients()
-        self.loop.update_proof = update_proof(self)
+        self.watch.update = update_proof(self)
         self._freeze()
-        self.source.start(Path(self.args.output_dir or "."), self.state.global_step, self.inputs)
+        self.source.watch.start(Path(self.args.output_dir or "."), self.state.global_step, self.inputs)
         self._note_hooks(self.state.global_step)
         if self.ranks.owner:
             self.source.proofs.keep_alarms(self.source.alarms, lambda: self.state.global_step)
@@ -168,12 +169,12 @@ class StepHooks(Trainer):
             self._loaded = None
         self._note_optimizer(self.state.global_step + 1)
         self._note_hooks(self.state.global_step + 1)
-        self.loop.before_update()
+        self.watch.stepping()
 
     def after_update(self) -> None:
         """Prove what the optimizer has made of the weights."""
         self._note_optimizer(self.state.global_step + 1)
-        self.loop.after_update()
+        self.watch.stepped()
 
     def _note_optimizer(self, step: int) -> None:
         """Prove the optimizer's settings. Changes that are taken go to the receipt and to the log. Every rank calls."""
@@ -189,8 +190,7 @@ class StepHooks(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Prove that weights and optimizer are as the last step left them, before they are digested and written."""
         self._note_optimizer(self.state.global_step)
-        if (proof := self.loop.update_proof) is not None:
-            self.ranks.share("still", proof.check_still)
+        self.watch.saving()
         super()._save_checkpoint(model, trial)
 
     def end_step(self) -> bool:
@@ -211,7 +211,7 @@ class StepHooks(Trainer):
 
     def _note_hooks(self, step: int) -> None:
         """Write into receipt and log which hooks and functions of the user's were taken."""
-        if (taken := self.loop.hooks.news()) and self.ranks.owner:
+        if (taken := self.watch.hooks.news()) and self.ranks.owner:
             self.source.proofs.note_taken(step, taken)
             _logger.warning(f"in the way of the model's forward and backward since step {step}: {'; '.join(taken[:5])}")
 
@@ -221,7 +221,7 @@ class StepHooks(Trainer):
         if self.reference is not None:
             frozen |= self.reference.own_weights
         proof = FrozenWeights(frozen, self.loop.trained_parameters(), self.config.seed) if frozen else None
-        self.loop.frozen = proof
+        self.watch.frozen = proof
 
     def _forget_gradients(self) -> None:
         """Clear the value head's gradients; the base class clears the policy's only."""
@@ -238,14 +238,7 @@ class StepHooks(Trainer):
             self.critic,
             self._plain_rows,
             self._rules,
-            self.settings,
-            self._kept_sets(),
         )
-
-    def _kept_sets(self) -> KeptSetProof | None:
-        if not self._rules.sampling.is_filtered:
-            return None
-        return KeptSetProof(self._rules.distribution, self.source.limit, self.source.searches_top_p)
 
     def _policy_model(self) -> PreTrainedModel:
         if self._unwrapped is None or self._unwrapped[0] is not self.model:

@@ -47,12 +47,12 @@ from lockstep.run.files.run_identity import (
     memory_advice,
 )
 from lockstep.run.files.whole_run import check_checkpoint, optimizer_lines
+from lockstep.run.source import RolloutSource
 from lockstep.shards.files import SHARDS, read_optimizer, read_weights, write_shards
 from lockstep.sync.source import PlainSource
-from lockstep.training.generate.source import RolloutSource
-from lockstep.training.step.distributed import check_shards
 from lockstep.watch.inputs import changed_inputs, check_inputs
 from lockstep.watch.optimizer_settings import Taken, taken_of
+from lockstep.watch.ranks import check_shards
 from lockstep.watch.receipt import RECEIPT
 from lockstep.watch.resume import TRAINER_STATE, check_loaded, memory_digests, seal
 from lockstep.watch.surroundings import changed_surroundings, check_surroundings

@@ -20,7 +20,7 @@ _ADVANTAGES = "set objective_class to an Objective with its own with_advantages(
 _PROMPTS = "give train_dataset as the run should see it"
 _EVALUATION = "override evaluate()"
 _METRICS = "override log(), or call log_metric and log_extra in a reward function"
-_PUSH = "every push goes through RolloutSource.push() (lockstep.training.generate.source), which also proves it"
+_PUSH = "every push goes through RolloutSource.push() (lockstep.run.source), which also proves it"
 
 _CHECKPOINTING = "set gradient_checkpointing and gradient_checkpointing_kwargs"
 

@@ -22,7 +22,7 @@ from lockstep.shards.zero.weights import ZeroWeights
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.passes import plays_learning
 from lockstep.training.forward.reference import Reference
-from lockstep.training.step.distributed import check_same_weights
+from lockstep.watch.ranks import check_same_weights
 
 _logger = logging.getLogger(__name__)
 

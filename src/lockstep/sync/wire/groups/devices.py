@@ -21,7 +21,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.http.server_calls import is_local
+from lockstep.bounded_http import is_local
 from lockstep.report.waits import waiting
 from lockstep.sync.wire.groups.channel import SENDER, GlooChannel, InFlight
 from lockstep.sync.wire.groups.meeting import CHECK_EVERY, Meeting, connect, gloo_group, in_background

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lockstep.engines.filters.distribution import Grammar, Sampling
-from lockstep.engines.filters.grammars import check_grammar
+from lockstep.contract.grammars import check_grammar
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError
 from lockstep.training.config.fields.trl import doc
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.engines.filters.distribution import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids
 from lockstep.training.batch.sequence import TrainingSequence
