@@ -1,6 +1,18 @@
 """Checks of requests before an engine answers them, and of answers against their requests.
 
 The engines themselves call these checks, so that no caller can forget them. Each check is a pure function of requests and answers.
+
+Proof `echo`, `keys`, `logprobs`.
+Shows: every request has one answer, to the ids that were sent, with one finite log-prob per token; checked in the
+engine and again where answers become groups.
+Does not show: that the answer was computed from those ids (the gap shows this).
+When: every request.
+
+Proof `version`.
+Shows: every token was sampled by the weights that were pushed last (with `max_staleness`: by weights that were
+pushed, and never by older weights than those of the previous token).
+Does not show: that those weights are right.
+When: every request.
 """
 
 from __future__ import annotations

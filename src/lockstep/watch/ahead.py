@@ -10,6 +10,23 @@ minimum of tokens of every generation is compared at two other times:
 
 The first shows that both sides give these tokens the same log-probs now, the second that they did when the tokens were sampled. The
 canary is scored with the first. `watch/engine.py` owns this object.
+
+Proof `staleness`.
+Shows: no token is more than `max_staleness` versions older than the policy.
+When: every generation.
+
+Proof asked again (`gap`).
+Shows: the engine, asked again with the current weights and without its caches, gives drawn completions of the
+generation the log-probs of the trainer's plain forward.
+Does not show: that the log-probs reported at sampling were right (the completions compared ahead show this).
+When: with `max_staleness`, every generation: 256 tokens, or all.
+
+Proof compared ahead (`gap`).
+Shows: drawn completions of later generations have the log-probs that the engine reported, under the weights that have
+sampled them.
+Does not show: a wrong token that is not drawn; with a server, completions that end between the last comparison and
+the next push.
+When: with `max_staleness`, before every change of the policy: 256 tokens per generation, or all.
 """
 
 from __future__ import annotations

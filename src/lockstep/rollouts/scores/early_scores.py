@@ -2,6 +2,10 @@
 
 Finished rollouts arrive one by one, in any order. `run/source.py` takes the scores after the whole
 generation has been checked. Groups are scored one at a time, in one thread beside the engine's.
+
+Proof `answers`.
+Shows: the completions of a generation are those that were scored during sampling (only with `overlap_rewards`).
+When: every generation.
 """
 
 from __future__ import annotations
