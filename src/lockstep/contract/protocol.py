@@ -135,7 +135,7 @@ class EngineSettings:
         normalises_pixels: whether the engine normalises pixels itself. Pixels that are already normalised would then be wrong.
         second_runner: whether vLLM computes with its second model runner, which it uses on GPUs.
         searches_top_p: whether the engine searches the edge of top-p instead of sorting, so that it comes only near to it.
-        request_limits: the largest number of ids that one request may name, per setting (`contract/answers.py`).
+        request_limits: the largest number of ids that one request may name, per setting (`contract/inbox.py`).
     """
 
     engine: str
