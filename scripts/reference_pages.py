@@ -148,13 +148,13 @@ def proofs_page(source: Path) -> str:
     blocks, raised = [], {}
     for path in sorted(source.rglob("*.py")):
         tree, file = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(source).as_posix()
-        blocks += _blocks(ast.get_docstring(tree) or "", file)
-        raised |= dict.fromkeys(_raised(tree), file)
+        blocks += blocks_of(ast.get_docstring(tree) or "", file)
+        raised |= dict.fromkeys(raised_in(tree), file)
     described = {name: block.file for block in blocks for name in block.names}
     for name in sorted(raised.keys() - described.keys()):
-        raise SystemExit(f"{raised[name]} raises the proof `{name}`, and no docstring has a block for it: Proof `{name}`.")
+        raise SystemExit(f"{raised[name]} raises `{name}`, and no docstring has the block: Proof `{name}`.")
     for name in sorted(described.keys() - raised.keys()):
-        raise SystemExit(f"{described[name]} describes the proof `{name}`, which nothing raises")
+        raise SystemExit(f"{described[name]} describes `{name}`, and nothing raises it")
     parts = [PROOFS_HEAD]
     for moment in MOMENTS:
         parts.append(f"## {moment}\n")
@@ -166,18 +166,19 @@ def proofs_page(source: Path) -> str:
     return "\n".join(parts)
 
 
-def _blocks(docstring: str, file: str) -> list[Block]:
+def blocks_of(docstring: str, file: str) -> list[Block]:
+    """The blocks of a file's docstring."""
     found = []
     for paragraph in docstring.split("\n\n"):
         if match := BLOCK.fullmatch(paragraph):
             title, shows, not_shown, when = (text and " ".join(text.split()) for text in match.groups())
             found.append(Block(title, shows, not_shown, when, file))
         elif re.match(r"Proof .*`\.$", paragraph.partition("\n")[0]):
-            raise SystemExit(f"{file}: a block has the lines Proof, Shows, Does not show (if there is something) and When")
+            raise SystemExit(f"{file}: a block has the lines Proof, Shows, Does not show (can be left out) and When")
     return found
 
 
-def _raised(tree: ast.Module) -> set[str]:
+def raised_in(tree: ast.Module) -> set[str]:
     """The names in `ProofError("name", …)`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "ProofError"]
     names = [call.args[0] for call in calls if call.args]
@@ -189,8 +190,8 @@ def _linked(text: str) -> str:
 
     def link(match: re.Match[str]) -> str:
         page, anchor = match.groups()
-        shown = anchor.replace("-", " ").strip("#") if anchor else page.rpartition("/")[2]
-        return f"[{shown}]({page.removeprefix('reference/') if page.startswith('reference/') else '../' + page}{anchor or ''})"
+        there = page.removeprefix("reference/") if page.startswith("reference/") else f"../{page}"
+        return f"[{'more' if anchor else page.rpartition('/')[2]}]({there}{anchor or ''})"
 
     return re.sub(r"\bdocs/([\w/-]+\.md)(#[\w-]+)?", link, text)
 

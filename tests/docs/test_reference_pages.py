@@ -44,14 +44,14 @@ raise ProofError("ends", found, cause, fix)
 def test_a_proof_and_its_block_come_together(tmp_path: Path) -> None:
     file = tmp_path / "ends.py"
     file.write_text(ENDS)
-    shows = "every answer ended where its request says ([limits](../internals/proof.md#limits))."
+    shows = "every answer ended where its request says ([more](../internals/proof.md#limits))."
     assert (
         f"## Every request\n\n### `ends`\n\n- **Shows:** {shows}\n- **When:** every request.\n- **File:** `ends.py`\n"
         in reference.proofs_page(tmp_path)
     )
     wrong = {
-        "ends.py raises the proof `ends`, and no docstring has a block for it": ("Proof `ends`", "Of `ends`"),
-        "ends.py describes the proof `beginnings`, which nothing raises": ("`ends`", "`ends`, `beginnings`"),
+        "ends.py raises `ends`, and no docstring has the block: Proof `ends`.": ("Proof `ends`", "Of `ends`"),
+        "ends.py describes `beginnings`, and nothing raises it": ("`ends`", "`ends`, `beginnings`"),
         "ends.py: a block has the lines Proof, Shows": ("When:", "Then:"),
         "ends.py: proof `ends` is made at no moment of a run: every Monday.": ("every request", "every Monday"),
     }

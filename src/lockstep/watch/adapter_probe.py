@@ -1,8 +1,6 @@
 """The adapter probe: what an adapter adds in the engine's own layers, compared with what the trainer's adapter adds.
 
-The engine answers with the outputs of its layers with and without the adapter (`contract/adapters.py`). The module probe
-compares the sum; there an adapter that is young, and small beside its weight, would not be seen. `watch/push.py` calls it
-after every push of an adapter alone.
+The engine answers with the outputs of its layers with and without the adapter (`contract/adapters.py`).
 
 Proof `adapter_probe`.
 Shows: with `vllm_enable_lora`: the difference between a layer's outputs with and without the adapter, in the engine,

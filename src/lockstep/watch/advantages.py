@@ -1,7 +1,6 @@
 """Proof of advantages and weights: what enters the loss is what the method's definition makes of the scores.
 
-`watch/advantages.py` gives the scored completions of a generation. The expected values stand in `definitions/`.
-`training/step/update.py` compares every sequence and every pack with them before its backward.
+The expected values stand in `definitions/`.
 
 Proof `rewards`, `advantages`.
 Shows: the reward of every completion is the sum of its scores with the user's weights; the advantage and the weight

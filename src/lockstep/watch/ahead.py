@@ -1,15 +1,9 @@
 """Proofs of tokens that are older than the weights that learn from them (`max_staleness`).
 
-Most of these tokens are never compared by the gap of their own step, because the weights that sampled them are gone by then. So a
-minimum of tokens of every generation is compared at two other times:
-
-- When a generation is used, the engine scores drawn completions of it again, with the current weights and without its caches. The
-  trainer scores them with a plain forward of the same weights. Both must agree.
-- Before the policy changes, the trainer scores drawn completions of *later* generations, which the current weights have sampled.
-  Their log-probs must be those that the engine reported.
-
-The first shows that both sides give these tokens the same log-probs now, the second that they did when the tokens were sampled. The
-canary is scored with the first. `watch/engine.py` owns this object.
+Most of these tokens are never compared by the gap of their own step, because the weights that sampled them are gone by
+then. So a minimum of tokens of every generation is compared at two other times: when they are used, and before the
+weights that sampled them change. The first shows that both sides give these tokens the same log-probs now, the second
+that they did when the tokens were sampled. The canary is scored with the first.
 
 Proof `staleness`.
 Shows: no token is more than `max_staleness` versions older than the policy.

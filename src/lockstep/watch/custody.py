@@ -1,8 +1,7 @@
 """Proof that what is learned is what was sampled: the tensors of a loss hold the ids and log-probs of the engine's answers.
 
-Each rollout has a seal from the moment at which the engine's last answer was in (`rollouts/seal.py`). `watch/custody.py`
-gives the seals of a generation, and the tensors of every pack before its loss. The ids that a model reads are taken from the pack
-itself: from its nodes and from who sees whom.
+Each rollout has a seal from the moment at which the engine's last answer was in (`rollouts/seal.py`). The ids that a
+model reads are taken from the pack itself: from its nodes and from who sees whom.
 
 Proof `learned`.
 Shows: the ids, places, contexts and log-probs in the tensors of every loss are those of the engine's answer, by a

@@ -3,16 +3,6 @@
 `watch/model_gradient.py` lets the trainer's own forward and backward compute the gradient of a drawn sum of scores, and
 gives what a drawn part of a real step adds to the gradients. The same sum is computed here by `plain_scores` in float64 or float32,
 with the weights moved a little forth and back along a direction. Nothing of autograd takes part in that.
-
-Proof `model_gradient`.
-Shows: the trainer's backward, from log-probs, entropies and values to every trained tensor, gives the slopes of a
-plain float64 forward; what a drawn part of the step adds to `.grad`, through all hooks and before the clip, gives the
-slope of a plain float32 forward, and in doubt of a float64 forward (docs/internals/proof.md#the-models-own-backward).
-Does not show: other sequences than the drawn ones; in half precision, what costs less than 0.4 of the gradient and
-happens under autocast only, and one wrong layer of a large model that no hook shows, before the next 50th step;
-sharded models, 4-bit weights and DoRA, where the receipt counts the checks that were not made.
-When: a drawn sum at the first step of a run or a resume, and at every 50th step; a part of the step itself at every
-tenth step, so at the latest after 10 steps.
 """
 
 from __future__ import annotations

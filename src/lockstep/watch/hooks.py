@@ -1,8 +1,5 @@
 """Proof that nothing new stands in the way of the model's forward and backward: hooks, forwards and attention functions.
 
-`run/loop.py` notes them when training begins and compares at every step. What stands there at the beginning, and what a
-callback of the user's changes, is taken and noted. The hooks of Lockstep and of a trainer's libraries are left out.
-
 Proof `hooks`.
 Shows: no hook of a module, a parameter or all modules, no forward, no attention function and no backward of the
 trainer has appeared or was replaced since training began. What was there at the beginning, and what a callback has

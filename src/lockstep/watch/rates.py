@@ -2,8 +2,6 @@
 
 Most schedules follow the steps. Two of transformers follow the metrics of evaluations (`reduce_lr_on_plateau`, `greedy`).
 
-`watch/update.py` compares the optimizer's rates with them and computes the update with them.
-
 Proof `learning_rate`.
 Shows: the rates of the optimizer are the config's, times the schedule's formula (constant, linear, cosine, with
 warm-up); `reduce_lr_on_plateau`: its formula, from the metrics that it was given; for other schedules they are the

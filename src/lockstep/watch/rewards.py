@@ -1,11 +1,5 @@
 """Proofs of rewards: a completion's row and text, its scores asked again, and the rows of an evaluation.
 
-| check | what is compared |
-|-------|------------------|
-| `rows` | the prompt and the columns of each group with the row of its prompt id; the texts of one drawn group with its ids |
-| `scores` | the scores of one drawn group with those that the functions give when they are asked again |
-| `evaluation` | the rows of an evaluation with the evaluation set: every row once, in its order, with all of its completions |
-
 The functions' arguments are made a second time here, beside `rollouts/scores/rewards.py`, from the data set and by prompt id.
 
 Proof `evaluation`.

@@ -1,9 +1,9 @@
 """Checks that the samples of a group are independent draws.
 
-With one seed for all requests, all completions of a group are equal (fault A5), and the advantages are always zero. With equal
-seeds in pairs, a group has half as many completions as it seems. A very certain model may rightly repeat itself. So the check
-computes the probability of the repetition under the engine's own log-probs (in which inserted tokens have probability 1). Seeds
-that are equal before anything is sampled are refused (`run/source.py` asks).
+With one seed for all requests, all completions of a group are equal (fault A5), and the advantages are always zero.
+With equal seeds in pairs, a group has half as many completions as it seems. A very certain model may rightly repeat
+itself. So the check computes the probability of the repetition under the engine's own log-probs (in which inserted
+tokens have probability 1).
 
 Proof `samples`.
 Shows: no two requests of a generation have one seed, and no prompt has a seed again at another version; the

@@ -1,9 +1,8 @@
 """The proof of settings: what the user has asked for is what requests, answers, rewards and the loss really have.
 
-The trainer and the engine read one config. If the config, or the code that reads it, loses a setting, both sides agree and no other
-proof sees it. So `run/trainers/online.py` reads the user's fields a second time, before anything else does
-(`definitions/settings.py`). This module compares them with every request and its answer (`watch/engine.py`),
-with every reward (`run/loop.py`), and with the log-probs that the loss uses (`watch/rows_of_logits.py`).
+The trainer and the engine read one config. If the config, or the code that reads it, loses a setting, both sides agree
+and no other proof sees it. So this module compares all of these with the user's fields as `definitions/settings.py`
+reads them.
 
 Proof `settings`.
 Shows: every request, and the distribution that the trainer scores, have the temperature, filters, penalties, stop
