@@ -4,6 +4,18 @@ Requests come from the thread of an event loop. The engine takes them in its own
 steps. It answers each request as soon as its completion is finished. The inbox matches answers to requests by key, and checks each
 answer before it hands the completion over: no caller can forget it. When the engine asks for requests, its thread also does what
 programs have handed to it (`Errands`).
+
+Proof `echo`, `keys`, `logprobs`.
+Shows: every request has one answer, to the ids that were sent, with one finite log-prob per token; checked in the
+engine and again where answers become groups.
+Does not show: that the answer was computed from those ids (the gap shows this).
+When: every request.
+
+Proof `version`.
+Shows: every token was sampled by the weights that were pushed last (with `max_staleness`: by weights that were
+pushed, and never by older weights than those of the previous token).
+Does not show: that those weights are right.
+When: every request.
 """
 
 from __future__ import annotations

@@ -9,6 +9,11 @@ shows to the model. `rollouts/programs/tool_program.py` runs the calls of each t
 | plain function | in the thread that serves the engine, most often the main thread; one call after the other |
 | the same, with generations ahead | in one other thread, the same for the whole run; one call after the other |
 | with the attribute `own_thread = True`, or the field `tool_threads` | a thread per call; calls run concurrently |
+
+Proof `tool_results`.
+Shows: the thread that ran a tool call names the call, and it is the call that gets the result.
+Does not show: a tool that mixes up its own results; a result that is an error.
+When: every tool call.
 """
 
 from __future__ import annotations
