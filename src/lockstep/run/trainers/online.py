@@ -352,7 +352,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self.clock,
             self.step_log.note,
             self.settings,
-            self._rules,
         )
         self.loop = self.loop_class(
             self.objective,
