@@ -1,7 +1,7 @@
 """A thread with an event loop that runs coroutines for other threads.
 
-`engines/http/vllm_server.py` makes its HTTP calls in one such thread, and `rollouts/driver.py` runs programs in another. A program
-that blocks its own thread therefore does not delay the calls to a server.
+The HTTP calls to servers run in one such thread, and the programs of rollouts in another. A program that blocks its
+own thread therefore does not delay the calls to a server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Checks of requests before an engine answers them, and of answers against their requests.
 
-The engines themselves call these checks, so that no caller can forget them. Each check is a pure function of requests and answers.
+Every engine makes these checks itself, so that no caller can forget them. Each check is a pure function of requests
+and answers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The inbox of an engine: a queue through which requests reach the engine, and completions come back one by one.
 
-`rollouts/driver.py` puts requests into the inbox, from the thread of its event loop. The engine takes them in its own thread
-whenever it can, also between two of its steps. It answers each request as soon as its completion is finished. The inbox matches
-answers to requests by key, and checks each answer with `contract/answers.py` before it hands the completion over. When the engine
+Requests come from the thread of the driver's event loop. The engine takes them in its own thread whenever it can, also
+between two of its steps. It answers each request as soon as its completion is finished. The inbox matches answers to
+requests by key, and checks each answer with `contract/answers.py` before it hands the completion over. When the engine
 asks for requests, its thread also does what programs have handed to it (`Errands`).
 """
 
@@ -27,10 +27,10 @@ from lockstep.report.waits import waiting
 class Errands:
     """Work that programs hand to the thread in which their engine is served, because it belongs into that thread.
 
-    Python lets only the main thread handle signals, and many objects, such as a connection to SQLite, belong to the thread that
-    made them. Therefore plain tools and environments run in the thread that calls the engine
-    (`rollouts/programs/workers.py`), as reward functions do. That thread does the work between two steps of the engine, in the
-    order in which it came. Any thread hands it in.
+    Python lets only the main thread handle signals, and many objects, such as a connection to SQLite, belong to the
+    thread that made them. Therefore plain tools and environments run in the thread that calls the engine, as reward
+    functions do. That thread does the work between two steps of the engine, in the order in which it came. Any thread
+    hands it in.
 
     Attributes:
         changed: notified about each piece of work. An inbox waits on it for requests and for work together.

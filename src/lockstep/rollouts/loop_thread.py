@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, for a user's coroutine functions.
 
-`rollouts/scores/coroutines.py` has the loop of reward functions, tools and environments. A function that blocks the loop
-stops neither the engine nor the caller. The thread does not keep the process alive.
+Reward functions, tools and environments have a loop of their own. A function that blocks the loop stops neither the
+engine nor the caller. The thread does not keep the process alive.
 """
 
 from __future__ import annotations

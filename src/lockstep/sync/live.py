@@ -1,9 +1,9 @@
 """Compares what a push has sent with the live model, and a merged layer with the layer and its adapter.
 
-A push and the module probe read the weights from a source (`sync/source.py`, `sync/adapters/merged.py`). If the source gave old
-weights, or merged an adapter wrongly, push, probe and engine would agree with each other. So this module reads the model without
-the source: the parameters that the forward uses and the optimizer changes, and the forward of the adapter's own layers.
-`sync/push.py` calls it before a version is committed.
+A push and the module probe read the weights from a source (`sync/source.py`, `sync/adapters/merged.py`). If the source
+gave old weights, or merged an adapter wrongly, push, probe and engine would agree with each other. So this module
+reads the model without the source: the parameters that the forward uses and the optimizer changes, and the forward of
+the adapter's own layers. The comparison comes before a version is committed.
 """
 
 from __future__ import annotations

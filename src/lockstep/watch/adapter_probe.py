@@ -1,8 +1,8 @@
 """The adapter probe: what an adapter adds in the engine's own layers, compared with what the trainer's adapter adds.
 
-The engine answers with the outputs of its layers with and without the adapter (`contract/adapters.py`). The module probe
-compares the sum; there an adapter that is young, and small beside its weight, would not be seen. `watch/push.py` calls it
-after every push of an adapter alone.
+The engine answers with the outputs of its layers with and without the adapter (`contract/adapters.py`). The module
+probe compares the sum; there an adapter that is young, and small beside its weight, would not be seen. It follows
+every push of an adapter alone.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ minimum of tokens of every generation is compared at two other times:
 - Before the policy changes, the trainer scores drawn completions of *later* generations, which the current weights have sampled.
   Their log-probs must be those that the engine reported.
 
-The first shows that both sides give these tokens the same log-probs now, the second that they did when the tokens were sampled. The
-canary is scored with the first. `watch/engine.py` owns this object.
+The first shows that both sides give these tokens the same log-probs now, the second that they did when the tokens were
+sampled. The canary is scored with the first.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ any length (Ville's inequality). Why the mean is 1:
   them because of their rewards, and tokens that are chosen by a reward may be likelier or rarer than their log-probs say.
 - A generation of which nothing is drawn leaves the evidence as it is.
 
-The forward of the step gives the sums (`training/step/update_sums.py`), `watch/engine.py` adds them up over the
-run, and the receipt keeps the evidence, with which a resumed run goes on.
+The forward of the step gives the sums, they are added up over the run, and the receipt keeps the evidence, with which
+a resumed run goes on.
 """
 
 from __future__ import annotations

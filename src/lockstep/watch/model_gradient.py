@@ -1,9 +1,10 @@
 """Lets the trainer's own forward and backward compute gradients that `watch/finite_differences.py` compares with a plain forward.
 
-`run/loop.py` calls it. At the first step of a run or a resume, and at every 50th step, a drawn sum of scores goes through the
-model before the step's first forward, and is compared in float64. At every tenth step, a drawn part of the step itself is compared:
-what its backward adds to `.grad`, through all hooks, before gradients are clipped. That is compared in float32, and where it is
-over a part of its limit, other comparisons decide. Neither weights nor random numbers nor gradients are changed.
+At the first step of a run or a resume, and at every 50th step, a drawn sum of scores goes through the model before the
+step's first forward, and is compared in float64. At every tenth step, a drawn part of the step itself is compared:
+what its backward adds to `.grad`, through all hooks, before gradients are clipped. That is compared in float32, and
+where it is over a part of its limit, other comparisons decide. Neither weights nor random numbers nor gradients are
+changed.
 
 In half precision the gradient of a log-prob says little where the policy is nearly certain of its token: 1 − p is then as small
 as its rounding. So sums are drawn there over ids that were not sampled, and a part in doubt is compared with itself, computed

@@ -1,8 +1,8 @@
 """Proof of the optimizer's settings: those that the config gives, read a second time, with the changes that the user has made.
 
-`run/trainers/hooks/optimizer.py` makes it when the optimizer is ready, also after a checkpoint was loaded. The callbacks of a
-run are called inside `explained`: what one of the user's callbacks changes is taken, and so is every change of an optimizer that
-the user gave. Such changes stand in the receipt, and a resumed run begins with them. Any other change is a failed proof.
+It is made when the optimizer is ready, also after a checkpoint was loaded. The callbacks of a run are called inside
+`explained`: what one of the user's callbacks changes is taken, and so is every change of an optimizer that the user
+gave. Such changes stand in the receipt, and a resumed run begins with them. Any other change is a failed proof.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Most schedules follow the steps. Two of transformers follow the metrics of evaluations (`reduce_lr_on_plateau`, `greedy`).
 
-`watch/update.py` compares the optimizer's rates with them and computes the update with them.
+The optimizer's rates are compared with them, and the update is computed with them.
 """
 
 from __future__ import annotations

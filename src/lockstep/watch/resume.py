@@ -1,8 +1,8 @@
 """The proof of a checkpoint: digests of its files and of the tensors in memory, when it is written and when it is loaded.
 
-`run/trainers/hooks/whole_checkpoints.py` calls it. The digests stand in the checkpoint's `digests.json`, and the digest of
-that file stands in the receipt's chain. They detect accidents: a file that is missing, cut, edited or of another checkpoint, and a
-tensor that was not loaded. They do not protect against somebody who rewrites the receipt too.
+The digests stand in the checkpoint's `digests.json`, and the digest of that file stands in the receipt's chain. They
+detect accidents: a file that is missing, cut, edited or of another checkpoint, and a tensor that was not loaded. They
+do not protect against somebody who rewrites the receipt too.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The proof of settings: what the user has asked for is what requests, answers, rewards and the loss really have.
 
-The trainer and the engine read one config. If the config, or the code that reads it, loses a setting, both sides agree and no other
-proof sees it. So `run/trainers/online.py` reads the user's fields a second time, before anything else does
-(`definitions/settings.py`). This module compares them with every request and its answer (`watch/engine.py`),
-with every reward (`run/loop.py`), and with the log-probs that the loss uses (`watch/rows_of_logits.py`).
+The trainer and the engine read one config. If the config, or the code that reads it, loses a setting, both sides agree
+and no other proof sees it. So the user's fields are read a second time, before anything else reads them
+(`definitions/settings.py`). This module compares them with every request and its answer, with every reward, and with
+the log-probs that the loss uses.
 """
 
 from __future__ import annotations

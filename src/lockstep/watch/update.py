@@ -1,8 +1,8 @@
 """Proof of the optimizer step: what every trained tensor becomes is what rule, rate, clipping and gradient make of it.
 
-`run/loop.py` and `run/trainers/hooks/steps.py` call it around each optimizer step, on every rank, in this order:
-`begin_step`, `gradients`, `clipped`, `before`, `after`. It compares drawn elements of every trained tensor. The elements of a step
-are drawn at the end of the step before it, so that a change between two steps is seen as well.
+Around each optimizer step, on every rank, its methods are called in this order: `begin_step`, `gradients`, `clipped`,
+`before`, `after`. It compares drawn elements of every trained tensor. The elements of a step are drawn at the end of
+the step before it, so that a change between two steps is seen as well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs coroutine reward functions concurrently and waits for them, with a time limit.
 
-`rollouts/scores/rewards.py` calls it. All calls share one event loop, as in TRL: the user's clients and semaphores belong to the
-loop in which they were first used. The loop runs in a thread of its own. So a function that blocks it is waited for no longer than
-its time, and the calling thread may have a running loop (as in a notebook).
+All calls share one event loop, as in TRL: the user's clients and semaphores belong to the loop in which they were
+first used. The loop runs in a thread of its own. So a function that blocks it is waited for no longer than its time,
+and the calling thread may have a running loop (as in a notebook).
 """
 
 from __future__ import annotations

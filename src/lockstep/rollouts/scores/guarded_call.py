@@ -1,7 +1,7 @@
 """Calls a user's plain function within a time limit, and undoes what it changed for the whole process.
 
-`rollouts/scores/rewards.py` calls reward functions with it, and `rollouts/programs/workers.py` tools and environments. A function
-runs in the caller's thread, because functions may use signals of their own (math-verify does), which only the main thread can.
+Reward functions, tools and environments are called with it. A function runs in the caller's thread, because functions
+may use signals of their own (math-verify does), which only the main thread can.
 """
 
 from __future__ import annotations

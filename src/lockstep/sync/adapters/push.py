@@ -2,9 +2,9 @@
 
     base (only where the engine does not hold it) → adapter → compare what arrived, and what the engine holds → commit the version
 
-`watch/push.py` calls it in place of `sync/push.py`, and proves the result. The engine computes the digest of the base
-weights that it holds. If this digest equals the digest of the model's base weights, the base is not sent. Therefore a second run
-can use a server that already holds the same base. A server that was restarted gets the base again.
+It takes the place of the push of whole weights; its result is proven. The engine computes the digest of the base
+weights that it holds. If this digest equals the digest of the model's base weights, the base is not sent. Therefore a
+second run can use a server that already holds the same base. A server that was restarted gets the base again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Several branches of one rollout as one sequence, and back.
 
-A rollout that is a tree has one `TrainingSequence` per branch, because each branch is scored in its own context. Advantages and
-weights belong to the rollout. Therefore `training/step/generation.py` joins the branches of each rollout for the methods, and
-splits what the methods have computed.
+A rollout that is a tree has one `TrainingSequence` per branch, because each branch is scored in its own context.
+Advantages and weights belong to the rollout. Therefore the branches of each rollout are joined for the methods, and
+what the methods have computed is split again.
 """
 
 from __future__ import annotations

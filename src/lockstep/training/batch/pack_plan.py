@@ -1,9 +1,8 @@
 """Plans how a micro-batch is cut into packs: few packs, few repeated prompts, and packs of about the same size.
 
-`training/batch/pack.py` calls this module and makes the tensors of each pack. A simple method would fill one pack after the
-other. Its first packs would be as large as the budget, and its last pack would be small. Two packs of about half the budget need
-less memory, because the largest pack determines the memory of a step. The time of planning grows with the number of paths. It
-does not grow with the number of their tokens.
+A simple method would fill one pack after the other. Its first packs would be as large as the budget, and its last pack
+would be small. Two packs of about half the budget need less memory, because the largest pack determines the memory of
+a step. The time of planning grows with the number of paths. It does not grow with the number of their tokens.
 """
 
 from __future__ import annotations

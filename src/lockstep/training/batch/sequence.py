@@ -1,6 +1,6 @@
 """The training data of one completion, which is a rollout or a branch of one: its ids, and the values of each sampled token.
 
-`training/step/generation.py` makes the sequences. `training/batch/pack.py` makes tensors from them, and the methods read them.
+A generation becomes sequences, sequences become packs, and the methods read them.
 """
 
 from __future__ import annotations
@@ -163,6 +163,6 @@ def column(sequences: Sequence[TrainingSequence], name: str, dtype: torch.dtype 
         dtype: use float64 if the caller subtracts values that are close to each other.
 
     Raises:
-        ValueError: as in `flat`.
+        ValueError: the field of a sequence is None, or does not have one value per token.
     """
     return torch.from_numpy(flat(sequences, name)).to(dtype)

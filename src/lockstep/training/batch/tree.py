@@ -1,8 +1,7 @@
 """A tree of token ids, as arrays. Sequences with a common prefix share the nodes of that prefix.
 
-`training/batch/pack.py` gives the paths and uses the tree. `training/batch/pack_plan.py` uses the lengths of common prefixes.
-The paths are sorted once. The common prefixes of neighbours in that order determine all others. The cost per token is that of
-copying the token.
+The lengths of common prefixes decide how sequences are packed. The paths are sorted once. The common prefixes of
+neighbours in that order determine all others. The cost per token is that of copying the token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Makes datasets of what a user gives as data: streams are read, evaluation sets get names, and all are checked.
 
-`run/trainers/online.py` calls it before a model is loaded, and `run/trainers/evaluation.py` for other rows. Then
-`training/data/prompts.py` makes the prompts.
+It is done before a model is loaded, and again for other rows. Then `training/data/prompts.py` makes the prompts.
 
 A stream (`datasets.IterableDataset`) is read before training begins: for training the rows that the run's steps need, in the order
 of the stream. From there on they are treated like the rows of any dataset. Therefore the receipt has their digest, and a run is

@@ -1,15 +1,14 @@
 """Adapters inside a vLLM worker: functions that load them from memory, read them back, probe them and remove them.
 
 vLLM itself loads adapters from files. `load_from_memory` replaces its loader: the worker then takes an adapter from
-the tensors that a trainer has sent, and reads no file. `engines/vllm/adapters.py` and `engines/vllm/worker.py`
-call these functions through `collective_rpc`.
+the tensors that a trainer has sent, and reads no file. The functions are called through `collective_rpc`.
 
 A kernel that computes LoRA on a CPU: one pair of matrix products for each adapter of a step.
 
-It replaces the CPU kernel of vLLM 0.32.0, which has two defects. It copies the matrices A and B once per token, so that a prompt of
-a thousand tokens copies them a thousand times. If one token of a step has an adapter, it also applies the adapter of the last slot
-to the tokens that have none (fault D6). `engines/vllm/port/lora.py` installs this kernel where vLLM runs on a CPU. The probes
-compute with it too.
+It replaces the CPU kernel of vLLM 0.32.0, which has two defects. It copies the matrices A and B once per token, so
+that a prompt of a thousand tokens copies them a thousand times. If one token of a step has an adapter, it also applies
+the adapter of the last slot to the tokens that have none (fault D6). The kernel is installed where vLLM runs on a CPU.
+The probes compute with it too.
 """
 
 from __future__ import annotations

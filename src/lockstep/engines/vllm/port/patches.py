@@ -7,8 +7,6 @@ vLLM 0.32.0 does two things for the compiler even with `enforce_eager`:
   compiles the function that computes them at its first call, and again for each new kind of input. `count_without_compiling`
   replaces it by a function of NumPy, which is as fast as the compiled one. PyTorch's own operations would take ten times as long.
 
-`engines/vllm/in_process.py` calls both functions.
-
 Keeps transformers' model classes as they are while vLLM runs a model in the trainer's process.
 
 For some architectures vLLM has no model of its own (Phi, GPT-NeoX, OLMo 2, …). It then uses its Transformers backend: it makes the
@@ -18,15 +16,15 @@ this module. Afterwards vLLM's model has a new class with the replaced methods, 
 
 RMS norms of vLLM on a CPU, in one kernel each. vLLM's default there is about ten of PyTorch's operations for each norm.
 
-vLLM has the kernels (`_C.rms_norm`, `_C.fused_add_rms_norm`) and uses them on GPUs only. `register_norms` adds them to vLLM's list
-of implementations (vLLM's IR operations), in every process of an engine. `engines/vllm/arguments.py` asks for them by name. A norm
-that they do not support is computed by vLLM's default. On processors with AVX-512 and without its BF16 instructions, vLLM's kernels
-cut bits off where they should round; there they compute no bf16.
+vLLM has the kernels (`_C.rms_norm`, `_C.fused_add_rms_norm`) and uses them on GPUs only. `register_norms` adds them to
+vLLM's list of implementations (vLLM's IR operations), in every process of an engine. An engine asks for them by name.
+A norm that they do not support is computed by vLLM's default. On processors with AVX-512 and without its BF16
+instructions, vLLM's kernels cut bits off where they should round; there they compute no bf16.
 
 Lets vLLM find the files of a model whose directory has `[`, `*` or `?` in its name.
 
-vLLM 0.32.0 joins the directory and a pattern such as `*.safetensors`, and reads all of it as a pattern. It then finds no files, or
-those of another directory. `engines/vllm/plugin.py` calls `find_files_by_name` in every process of vLLM.
+vLLM 0.32.0 joins the directory and a pattern such as `*.safetensors`, and reads all of it as a pattern. It then finds
+no files, or those of another directory. `find_files_by_name` is called in every process of vLLM.
 """
 
 from __future__ import annotations

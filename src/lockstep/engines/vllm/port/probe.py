@@ -6,8 +6,8 @@ for the modules that it has, and the parts of split modules are gathered (`engin
 
 Gathers the outputs of a module that vLLM's tensor parallelism has split over several workers.
 
-`engines/vllm/port/probe.py` calls these functions in every worker at the same time and in the same order, because they gather
-the parts of all workers. With one worker nothing is gathered.
+Every worker runs these functions at the same time and in the same order, because they gather the parts of all workers.
+With one worker nothing is gathered.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Conversions between our types and vLLM's: requests to `SamplingParams`, and vLLM's outputs to completions.
 
-The engines that use vLLM call these functions. `contract/answers.py` then checks every completion.
+`contract/answers.py` then checks every completion.
 
 The proof of the requests that are sent to vLLM: they have the same sampling settings as the trainer's requests.
 

@@ -6,7 +6,7 @@ wakes vLLM holds no cache, so that a push has its room. There are two levels:
 - Level 1 moves the weights to main memory. Their digests before and after show that they came back.
 - Level 2 discards the weights. The engine forgets what it holds, so that only a push of all weights is accepted afterwards.
 
-`engines/vllm/in_process.py` uses it. vLLM has it on GPUs only; it has run on a pretend GPU, and not on a real one yet.
+vLLM has it on GPUs only; it has run on a pretend GPU, and not on a real one yet.
 """
 
 from __future__ import annotations
