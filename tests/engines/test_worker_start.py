@@ -18,8 +18,9 @@ import torch
 from conftest import needs_vllm
 
 from lockstep import GRPOConfig
+from lockstep.engines.vllm.port.patches import keep_process_group
 from lockstep.engines.vllm.workers import start
-from lockstep.engines.vllm.workers.environment import keep_process_group, process_start, socket_folder
+from lockstep.engines.vllm.workers.environment import process_start, socket_folder
 from lockstep.engines.vllm.workers.start import number_of_workers
 from lockstep.errors import InputError
 from lockstep.integrations.trl_parameters import check_parameters

@@ -79,7 +79,7 @@ class Completion(ArrayFields):
         logprobs: (N,) float32 log-prob of each sampled token under the sampling distribution (natural logarithm).
         weight_versions: (N,) int64 version of the weights that sampled each token.
         finish_reason: why the engine ended the completion: `stop` for an end token or stop string, `length` for the token limit.
-        sampled: (N,) bool, whether each id was sampled. The other ids were inserted between turns. Their
+        sampled: (N,) bool, whether each id was sampled. The other ids were inserted. Their
             probability is 1, and their log-prob is 0. None: all ids were sampled.
         kept_ids: one set of ids for each sampled token, in order: the ids whose probability was above 0 when the engine sampled
             the token. None: the request has no filter that depends on the logits (`Sampling.is_filtered`).

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.contract.answers import check_answers
+from lockstep.contract.inbox import check_answers
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
 from lockstep.contract.sampling import Sampling
 from lockstep.images.pictures import PromptPictures

@@ -228,8 +228,7 @@ class TrainingLoop:
         """The current generation and the later ones that the engine already samples; empty where it samples none ahead."""
         if not self.config.generations_ahead:
             return []
-        last = (self.state().max_steps - 1) // self.config.optimizer_steps_per_generation
-        first = self.generation_number
+        first, last = self.generation_number, (self.state().max_steps - 1) // self.config.optimizer_steps_per_generation
         last = min(first + self.config.generations_ahead, last)
         return list(generations_from(self.order, self.prompts, first, last))
 

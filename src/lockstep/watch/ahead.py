@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.call_loop import Pending
 from lockstep.contract.protocol import Completion, Engine
 from lockstep.contract.sampling import Sampling
 from lockstep.contract.scored_as import Distribution
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
+from lockstep.threads import Pending
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.canary import canary_gap, canary_sequences, check_canary

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.contract.answers import check_limits
+from lockstep.contract.inbox import check_limits
 from lockstep.contract.model_fields import fields_of_parts, one_spelling
 from lockstep.contract.protocol import EngineSettings
 from lockstep.contract.sampling import Sampling

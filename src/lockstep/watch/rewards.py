@@ -25,9 +25,8 @@ import torch
 from lockstep.errors import ProofError
 from lockstep.models.reward_model import RewardModel
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.scores.coroutines import is_coroutine_function
-from lockstep.rollouts.scores.guarded_call import call_within
 from lockstep.rollouts.scores.rewards import RewardFunction, RewardScorer, Scorer, reward_name
+from lockstep.threads import call_within, is_coroutine_function
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.watch.inputs import data_digest
 

@@ -10,10 +10,10 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from lockstep.call_loop import Pending
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.server_set import ServerSet
 from lockstep.sync.wire.receivers import finish_all
+from lockstep.threads import Pending
 
 # Seconds between two questions whether a server is paused.
 _PAUSED_EVERY = 0.001

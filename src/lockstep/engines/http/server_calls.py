@@ -22,7 +22,6 @@ import httpx
 import msgspec
 
 from lockstep import bounded_http
-from lockstep.call_loop import CallLoop, Pending
 from lockstep.contract.protocol import EngineSettings
 from lockstep.engines.http.greeting import (
     GREETING,
@@ -37,6 +36,7 @@ from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND, SERVER_BACKEND, WOR
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.homes import expanded
 from lockstep.report.waits import waiting
+from lockstep.threads import CallLoop, Pending
 
 # Number of characters of an answer that an error message shows.
 _SHOWN = 300

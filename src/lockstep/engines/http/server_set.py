@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.call_loop import CallLoop
 from lockstep.contract.protocol import EngineSettings
 from lockstep.engines.http.server_calls import HEALTH, ServerCalls
 from lockstep.engines.http.server_state import agreed_settings, await_health, problem_of, read_state
 from lockstep.engines.vllm.port.settings import only_dtype
 from lockstep.errors import LockstepError
 from lockstep.sync.wire.receivers import finish_all
+from lockstep.threads import CallLoop
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)

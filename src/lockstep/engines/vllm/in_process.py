@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.contract.inbox import Inbox, answer_all
+from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
 from lockstep.contract.probe import EngineModules
 from lockstep.contract.protocol import (
     Completion,
@@ -39,12 +38,14 @@ from lockstep.engines.vllm.arguments import (
     engine_arguments,
     usual_sequences,
 )
+from lockstep.engines.vllm.port.engine import end_steps, has_open_update, shut_down
 from lockstep.engines.vllm.port.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
 from lockstep.engines.vllm.port.requests import (
     check_sent,
     completion,
     fields_of,
     prompt_logprobs,
+    refusals,
     sampling_params,
     scoring_params,
 )
@@ -78,8 +79,8 @@ class VLLMInProcess:
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
         tensor_parallel_size: number of worker processes that share the model, each on a GPU of its own. 1: the model is in this
             process.
-        transport: chooses how weights reach worker processes; needed only if there are several. sleep_level: level of
-        vLLM's sleep mode at which `sleep` gives memory back (`engines/vllm/port/sleep.py`); 0: it does nothing.
+        transport: chooses how weights reach worker processes; needed only if there are several.
+        sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back (`port/sleep.py`); 0: it does nothing.
         quantization: vLLM's name of the scheme in which the engine holds the weights in 8 bits; None: in `dtype`.
         engine_kwargs: further arguments of `vllm.LLM`, passed on unchanged.
 
@@ -270,16 +271,11 @@ class VLLMInProcess:
 
     @foreign_errors("vLLM failed when it was given a request")
     def _add(self, name: str, prompt_ids: list[int], params: Any, pictures: PromptPictures | None = None) -> None:
-        from vllm.exceptions import VLLMValidationError
-
         prompt: Any = {"prompt_token_ids": prompt_ids}
         if pictures is not None:
             prompt = prompt_with_pictures(prompt_ids, pictures)
-        try:
+        with refusals(f"request {name}"):
             self._llm.llm_engine.add_request(name, prompt, params, lora_request=self.adapters.request)
-        except (VLLMValidationError, ValueError) as error:
-            # vLLM refuses, for example, a JSON schema with a part that xgrammar would ignore.
-            raise InputError(f"vLLM refuses request {name}: {str(error)[:300]}") from error
 
     def _run(self, requests: Mapping[str, tuple[list[int], Any]]) -> list[RequestOutput]:
         """Run these requests without an inbox. Returns their outputs in the order in which vLLM finished them."""
@@ -348,10 +344,8 @@ class VLLMInProcess:
 
         Their requests have ended. A step must not compute with weights, or write into a cache, that change under it.
         """
-        engine = self._llm.llm_engine
         with self._noting_failure():
-            while engine.engine_core.engine_core.batch_queue:
-                engine.step()
+            end_steps(self._llm.llm_engine)
 
     def _prepare_push(self) -> None:
         self._refuse_requests()
@@ -363,7 +357,7 @@ class VLLMInProcess:
         self._prepare_push()
         # vLLM drops its adapters at the end of an update.
         self.adapters.request = None
-        if any(self._call(_has_open_update)):
+        if any(self._call(has_open_update)):
             # An earlier trainer left this update open, and vLLM would refuse every further update.
             self._call("finish_weight_update")
         self._call("start_weight_update")
@@ -431,7 +425,7 @@ class VLLMInProcess:
             with busy("stopping vLLM"):
                 if hasattr(self, "_workers"):
                     self._workers.close()
-                self._llm.llm_engine.engine_core.shutdown()
+                shut_down(self._llm.llm_engine)
         self._resources.close()
 
 
@@ -475,7 +469,3 @@ def _memory(
     if torch.cuda.is_available():
         return {"gpu_memory_utilization": gpu_memory_utilization}
     return {"kv_cache_memory_bytes": cpu_cache_bytes(model, dtype, max_model_len, max_num_seqs)}
-
-
-def _has_open_update(worker: Any) -> bool:
-    return worker._weight_update_active

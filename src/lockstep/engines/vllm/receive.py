@@ -22,16 +22,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
-from vllm.utils.nccl import unpinned_nccl_env
 
 from lockstep.contract.protocol import LoadedWeights
 from lockstep.contract.tensors import Begun, HeldWeights, begin_specs, one_push
 from lockstep.engines.vllm.port.reload import (
     begin_reload,
     copy_pending,
+    end_reload,
     half_loaded,
+    nccl_environment,
     remove_expert_kernels,
     repack_heads,
     restore_expert_kernels,
@@ -121,7 +120,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
         self.acknowledgement = LoadedWeights((), ())
         self.held = HeldWeights()
         self._parameters: tuple[str, ...] = ()
-        self._layers: tuple[LayerReloadingInfo, ...] = ()
+        self._layers: tuple[Any, ...] = ()
         self._kernels: dict[Any, Any] = {}
         self._is_updating = False
         # What this update has loaded: descriptions, parameters written, and names of tensors that were stored.
@@ -139,7 +138,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
     def start_weight_update(self) -> None:
         if self._is_updating:
             # The previous update failed half-way, and some layers have only a part of their tensors. Restore them first.
-            finalize_layerwise_reload(self.model, self.model_config)
+            end_reload(self.model, self.model_config)
         self._is_updating = True
         self.acknowledgement = LoadedWeights((), ())
         self.held.open()
@@ -176,7 +175,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
             self.held.add(begun(), written, stored)
         self.acknowledgement = self.held.close(self._parameters, half_loaded(self.model))
         restore_unloaded(self.model)
-        finalize_layerwise_reload(self.model, self.model_config)
+        end_reload(self.model, self.model_config)
         restore_expert_kernels(self._kernels)
         repack_heads(self.model, self.held.written_now)
         self._is_updating = False
@@ -219,7 +218,7 @@ class ServerWeightTransfer(_LayerwiseTransfer):
         self._segments: dict[str, shared_memory.Segment] = {}
         # The run that has reserved this engine for its push, and the end of the reservation by the monotonic clock.
         self._reserved = "", 0.0
-        self._receiver = Receiver(self.device, unpinned_nccl_env)
+        self._receiver = Receiver(self.device, nccl_environment)
         self._reference = ReceivedWeights()
 
     def init_transfer_engine(self, init_info: WireInit) -> None:

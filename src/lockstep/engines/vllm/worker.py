@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.contract.probe import encode_floats
 from lockstep.contract.protocol import LoadedWeights
+from lockstep.engines.vllm.port.engine import has_open_update
 from lockstep.engines.vllm.port.settings import effective_settings, splits_prompts
 from lockstep.sync.wire.cuda_ipc import read_test_buffer
 from lockstep.sync.wire.deltas import available_bytes
@@ -29,7 +30,6 @@ class LockstepWorker:
     vllm_config: Any
     model_runner: Any
     weight_transfer_engine: Any
-    _weight_update_active: bool
 
     def lockstep_state(self) -> dict[str, Any]:
         """The identity of this engine, and the settings that it runs with. Every trainer calls it first."""
@@ -61,7 +61,7 @@ class LockstepWorker:
 
     def lockstep_update(self) -> dict[str, bool]:
         """Whether a weight update is open. If the calling trainer has not begun it, an earlier trainer left it open."""
-        return {"open": self._weight_update_active}
+        return {"open": has_open_update(self)}
 
     def lockstep_modules(self, checkpoint_names: str) -> dict[str, Any]:
         """`EngineModules` for a JSON list of checkpoint names."""

@@ -228,7 +228,7 @@ class _Failure:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> _Failure:
         if isinstance(error, ProofError):
-            return cls(rank, "proof", (error.found, error.check, error.cause, error.fix))
+            return cls(rank, "proof", error.fields())
         if isinstance(error, LockstepError):
             kind = "input" if isinstance(error, InputError) else "broken" if isinstance(error, BrokenPass) else "other"
             return cls(rank, kind, (str(error),))
@@ -237,8 +237,7 @@ class _Failure:
     def rebuilt(self) -> LockstepError:
         message, rest = f"rank {self.rank}: {self.fields[0]}", self.fields[1:]
         if self.kind == "proof":
-            check, cause, fix = rest
-            return ProofError(check, message, cause, fix)
+            return ProofError.of_fields(message, *rest)
         return InputError(message) if self.kind == "input" else LockstepError(message)
 
 

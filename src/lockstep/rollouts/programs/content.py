@@ -16,7 +16,7 @@ from PIL import Image
 from lockstep.errors import InputError
 from lockstep.images.data_urls import to_data_url
 from lockstep.images.pictures import Picture
-from lockstep.rollouts.scores.coroutines import is_coroutine_function
+from lockstep.threads import is_coroutine_function
 from lockstep.tokens.conversation import template
 from lockstep.tokens.picture_ids import picture_part
 

@@ -25,14 +25,12 @@ from typing import Any, NamedTuple, TypeVar
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from lockstep.call_loop import CallLoop
 from lockstep.contract.inbox import Errands
 from lockstep.errors import InputError, LockstepError, ProofError, one_line
 from lockstep.report.waits import waiting
 from lockstep.rollouts.programs.content import Content, Process, content_of, giving, printable, shows_no_images
 from lockstep.rollouts.programs.workers import Here, Raised, TookTooLong, Worker, in_loop, in_thread
-from lockstep.rollouts.scores.coroutines import is_coroutine_function
-from lockstep.rollouts.scores.guarded_call import uses_signal
+from lockstep.threads import CallLoop, is_coroutine_function, uses_signal
 
 Schema = dict[str, Any]
 T = TypeVar("T")

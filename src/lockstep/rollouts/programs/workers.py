@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 from lockstep.contract.inbox import Errands
 from lockstep.errors import LockstepError
-from lockstep.rollouts.scores.coroutines import USERS_LOOP
-from lockstep.rollouts.scores.guarded_call import OutOfTime, ended_within, torch_as_before
+from lockstep.threads import USERS_LOOP, OutOfTime, ended_within, torch_as_before
 
 T = TypeVar("T")
 

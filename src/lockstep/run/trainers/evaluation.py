@@ -25,8 +25,7 @@ from lockstep.run.source import RolloutSource
 from lockstep.run.trainers.hooks.run_files import RunFiles
 from lockstep.run.trainers.setup.argument_kinds import check_open
 from lockstep.run.trainers.trl_names import TRLNames
-from lockstep.training.data.given_data import SINGLE, named_sets, read_sets
-from lockstep.training.data.prompts import check_dataset, with_empty_prompts
+from lockstep.training.data.prompts import SINGLE, check_dataset, named_sets, read_sets, with_empty_prompts
 from lockstep.training.generate.metrics import evaluation_metrics
 from lockstep.watch.inputs import data_digest
 from lockstep.watch.rewards import count_seen

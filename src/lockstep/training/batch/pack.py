@@ -26,10 +26,9 @@ import torch
 
 from lockstep.to_device import sent
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
-from lockstep.training.batch.pack_plan import cut_rows, cut_tree
 from lockstep.training.batch.pictures import PackPictures, PictureNumbers, position_ids
 from lockstep.training.batch.sequence import TrainingSequence, column, rollouts_of
-from lockstep.training.batch.tree import Ints, SortedPaths
+from lockstep.training.batch.tree import Ints, SortedPaths, cut_rows, cut_tree
 from lockstep.training.config.precision import usual_token_budgets
 
 

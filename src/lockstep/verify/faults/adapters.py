@@ -13,6 +13,7 @@ import lockstep.sync.adapters.push as pushes
 import lockstep.sync.adapters.source as sources
 from lockstep.contract.adapters import UP
 from lockstep.contract.protocol import LoadedWeights
+from lockstep.engines.vllm.port.faults import lora_of_linear
 from lockstep.verify.faults.seams import REACH, Fault, Named, Patch, is_vllm, vllm_worker
 from lockstep.verify.stage import Stage
 
@@ -87,14 +88,12 @@ def _left_out_of_requests(stage: Stage) -> Patch:
 
 
 def _not_applied(stage: Stage) -> Patch:
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-
     def without(self: Any, x: Any, output: Any) -> Any:
         counted()
         return output
 
     counted = REACH.of(lambda: None)
-    return patch.object(BaseLinearLayerWithLoRA, "_apply_lora_to_output", without)
+    return patch.object(*lora_of_linear(), without)
 
 
 def _slot_overwritten(stage: Stage) -> Patch:

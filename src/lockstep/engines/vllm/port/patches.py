@@ -1,47 +1,43 @@
-"""Two functions that stop vLLM from compiling on a CPU although `enforce_eager` is set. They save seconds of its start.
+"""What Lockstep changes in vLLM, beside the sampler (`kept_ids.py`) and adapters (`lora.py`).
 
-vLLM 0.32.0 does two things for the compiler even with `enforce_eager`:
-
-- Its import loads the compiler's table of operations and adds its own operations. `import_without_compiler` prevents this.
-- Its sampler computes the rank of each token: the number of tokens that are at least as probable. Lockstep does not use ranks. vLLM
-  compiles the function that computes them at its first call, and again for each new kind of input. `count_without_compiling`
-  replaces it by a function of NumPy, which is as fast as the compiled one. PyTorch's own operations would take ten times as long.
-
-Keeps transformers' model classes as they are while vLLM runs a model in the trainer's process.
-
-For some architectures vLLM has no model of its own (Phi, GPT-NeoX, OLMo 2, …). It then uses its Transformers backend: it makes the
-model of transformers, and replaces `__init__` and `__call__` of the model's class, for `torch.compile`. The trainer's model has the
-same class, so that its calls would fail or skip its hooks. `engines/vllm/in_process.py` starts vLLM inside the context manager of
-this module. Afterwards vLLM's model has a new class with the replaced methods, and the class of transformers is as before.
-
-RMS norms of vLLM on a CPU, in one kernel each. vLLM's default there is about ten of PyTorch's operations for each norm.
-
-vLLM has the kernels (`_C.rms_norm`, `_C.fused_add_rms_norm`) and uses them on GPUs only. `register_norms` adds them to
-vLLM's list of implementations (vLLM's IR operations), in every process of an engine. An engine asks for them by name.
-A norm that they do not support is computed by vLLM's default. On processors with AVX-512 and without its BF16
-instructions, vLLM's kernels cut bits off where they should round; there they compute no bf16.
-
-Lets vLLM find the files of a model whose directory has `[`, `*` or `?` in its name.
-
-vLLM 0.32.0 joins the directory and a pattern such as `*.safetensors`, and reads all of it as a pattern. It then finds
-no files, or those of another directory. `find_files_by_name` is called in every process of vLLM.
+- The compiler on a CPU. vLLM 0.32.0 does two things for it even with `enforce_eager`, which take seconds of its start. Its import
+  loads the compiler's table of operations and adds its own operations: `import_without_compiler` prevents this. Its sampler
+  computes the rank of each token, the number of tokens that are at least as probable, with a function that it compiles at its first
+  call, and again for each new kind of input. Lockstep does not use ranks: `count_without_compiling` replaces the function by one of
+  NumPy, which is as fast as the compiled one. PyTorch's own operations would take ten times as long.
+- Model classes of transformers. For some architectures vLLM has no model of its own (Phi, GPT-NeoX, OLMo 2, …). It then makes the
+  model of transformers, and replaces `__init__` and `__call__` of its class, for `torch.compile`. The trainer's model has the same
+  class, so that its calls would fail or skip its hooks. After `own_classes_for_vllm`, vLLM's model has a new class with the
+  replaced methods, and the class of transformers is as before.
+- RMS norms on a CPU. vLLM's default there is about ten of PyTorch's operations for each norm. vLLM has kernels (`_C.rms_norm`,
+  `_C.fused_add_rms_norm`) and uses them on GPUs only. `register_norms` adds them to vLLM's list of implementations (its IR
+  operations). A norm that they do not support is computed by vLLM's default. On processors with AVX-512 and without its BF16
+  instructions, vLLM's kernels cut bits off where they should round; there they compute no bf16.
+- Files of a model whose directory has `[`, `*` or `?` in its name. vLLM 0.32.0 joins the directory and a pattern such as
+  `*.safetensors`, and reads all of it as a pattern. It then finds no files, or those of another directory.
+- Processes: the trainer's process group, threads that end by an error, and the file through which processes meet.
 """
 
 from __future__ import annotations
 
 import glob
 import os
+import signal
 import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
+Result = TypeVar("Result")
+_SOCKETS = "VLLM_RPC_BASE_PATH"
 _TABLE = "torch._inductor.lowering"
 
 
@@ -191,3 +187,81 @@ def _in_directory(pattern: str) -> list[str]:
     """The files of a directory whose names match the last part of a pattern."""
     directory, names = os.path.split(pattern)
     return glob.glob(os.path.join(glob.escape(directory), names))
+
+
+def keep_process_group() -> None:
+    """Let vLLM leave a process group alone that it has not made.
+
+    When an engine is closed, or could not start, vLLM 0.32.0 destroys the default process group of this process. If the model is in
+    worker processes, this is the group of the trainer's ranks.
+    """
+    from vllm.distributed import parallel_state
+
+    destroy = parallel_state.destroy_distributed_environment
+    if hasattr(destroy, "lockstep_keeps"):
+        return
+
+    def destroy_own() -> None:
+        if parallel_state._WORLD is not None:
+            destroy()
+
+    destroy_own.lockstep_keeps = True  # type: ignore[attr-defined]
+    parallel_state.destroy_distributed_environment = destroy_own
+
+
+# Threads of vLLM that carry the messages of a process, by a part of their names.
+_CARRIERS = ("process_input_sockets", "process_output_sockets", "WorkerAsyncOutputCopy")
+
+
+def end_without_carriers() -> None:
+    """Let a process of vLLM end when a thread that carries its messages ends by an error, such as an answer that cannot be encoded.
+
+    Otherwise the process would live on and answer nothing, and vLLM's health check would not notice it (vLLM 0.32.0).
+    """
+    report = threading.excepthook
+    if hasattr(report, "lockstep_ends"):
+        return
+
+    def end(failed: threading.ExceptHookArgs) -> None:
+        report(failed)
+        if failed.thread is not None and any(name in failed.thread.name for name in _CARRIERS):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    end.lockstep_ends = True  # type: ignore[attr-defined]
+    threading.excepthook = end
+
+
+def keep_files_together() -> None:
+    """Let vLLM put the file through which its processes meet into the private folder of the engine, where there is one."""
+    from vllm.utils import network_utils
+
+    class Folder:
+        @staticmethod
+        def gettempdir() -> str:
+            return os.environ.get(_SOCKETS) or tempfile.gettempdir()
+
+    # The module uses nothing else of it.
+    network_utils.tempfile = Folder
+
+
+def inspect_classes_here() -> None:
+    """Let vLLM inspect a model's class in this process, if this build of PyTorch has no GPU.
+
+    vLLM does it in a separate process, so that CUDA is not started too early. On a build for CPUs that process would only import
+    all of vLLM again, without `lockstep.other_builds`.
+    """
+    from vllm.model_executor.models import registry
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        registry._run_in_subprocess = _run_in_this_process
+
+
+def _run_in_this_process(function: Callable[[], Result]) -> Result:
+    return function()
+
+
+def request_amx() -> None:
+    """Linux lets a process use AMX only after the process has requested it. oneDNN makes this request; vLLM's own bf16 kernels do
+    not. Small models use only vLLM's kernels. Without this request their workers die of an illegal instruction (vLLM 0.32.0)."""
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()

@@ -2,12 +2,8 @@
 
 The probe calls a linear module in the same way as vLLM does, whether the module is packed, fused, tied, padded or quantised. It
 does not read `weight`, because `weight` is empty on a CPU after packing. If several workers share the model, each worker answers
-for the modules that it has, and the parts of split modules are gathered (`engines/vllm/port/probe.py`).
-
-Gathers the outputs of a module that vLLM's tensor parallelism has split over several workers.
-
-Every worker runs these functions at the same time and in the same order, because they gather the parts of all workers.
-With one worker nothing is gathered.
+for the modules that it has. The parts of a module that tensor parallelism has split are gathered, in every worker at the same time
+and in the same order.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ weight then share one packed copy.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
     _place_kernel_tensors,
@@ -28,6 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+from vllm.utils.nccl import unpinned_nccl_env
 
 from lockstep.contract.tensors import dtype_name
 
@@ -50,6 +52,16 @@ def begin_reload(model: torch.nn.Module) -> tuple[LayerReloadingInfo, ...]:
                 tensor.weight_loader = _get_original_loader(tensor)
             info.reset()
     return tuple(get_layerwise_info(layer) for layer in model.modules())
+
+
+def end_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """End the update of every layer. A layer that has only a part of its tensors gets its earlier weights back."""
+    finalize_layerwise_reload(model, model_config)
+
+
+def nccl_environment() -> AbstractContextManager[None]:
+    """Inside the context, NCCL starts without vLLM's choice of its algorithms."""
+    return unpinned_nccl_env()
 
 
 def loaded_dtypes(model: torch.nn.Module) -> list[str]:
@@ -149,7 +161,7 @@ def copy_pending(layers: Iterable[LayerReloadingInfo], temporary: Sequence[torch
 def half_loaded(model: torch.nn.Module) -> tuple[str, ...]:
     """Layers that received only some of their elements, for example one projection of a fused layer.
 
-    Must be called before `finalize_layerwise_reload`, which discards the counts. vLLM counts a fused parameter as loaded as
+    Must be called before `end_reload`, which discards the counts. vLLM counts a fused parameter as loaded as
     soon as its first part arrives. Embeddings and heads are left out, because they may hold padding that is never sent. If one of
     them is missing completely, the comparison of names finds it.
     """

@@ -1,17 +1,15 @@
 """Conversions between our types and vLLM's: requests to `SamplingParams`, and vLLM's outputs to completions.
 
-`contract/answers.py` then checks every completion.
-
-The proof of the requests that are sent to vLLM: they have the same sampling settings as the trainer's requests.
-
-The engine in this process checks the `vllm.SamplingParams` that it gives to vLLM, and the client of a server checks the body that
-it posts. The check comes before the first token is sampled. It also finds differences that are too small for any log-prob in half
-precision.
+`contract/inbox.py` checks every completion. `check_sent` proves that what is sent to vLLM has the sampling settings of the
+trainer's request: the engine in this process checks the `vllm.SamplingParams` that it gives to vLLM, and the client of a server the
+body that it posts. This check comes before the first token is sampled. It also finds differences that are too small for any
+log-prob in half precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -98,17 +96,29 @@ def scoring_params() -> Any:
 
 def _params(fields: Mapping[str, Any], partial: bool = False) -> Any:
     from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     structured = fields.get("structured_outputs")
     if structured is not None:
         fields = {**fields, "structured_outputs": StructuredOutputsParams(**structured)}
-    try:
+    with refusals("these sampling settings"):
         kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
         return SamplingParams(**fields, output_kind=kind)
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Inside the context vLLM is given a request. It refuses, for example, a JSON schema with a part that xgrammar would ignore.
+
+    Raises:
+        InputError: vLLM refuses it.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
     except (VLLMValidationError, ValueError) as error:
-        raise InputError(f"vLLM refuses these sampling settings: {str(error)[:300]}") from error
+        raise InputError(f"vLLM refuses {what}: {str(error)[:300]}") from error
 
 
 def completion(key: RequestKey, output: RequestOutput, *, filtered: bool) -> Completion:

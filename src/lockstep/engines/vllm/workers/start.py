@@ -11,12 +11,12 @@ import torch
 
 from lockstep.collector import collector_off
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
-from lockstep.engines.vllm.port.patches import count_without_compiling, import_without_compiler
+from lockstep.engines.vllm.port.engine import build_engine
+from lockstep.engines.vllm.port.patches import count_without_compiling, import_without_compiler, keep_process_group
 from lockstep.engines.vllm.workers.environment import (
     environment_kept,
     exact_products,
     files_in,
-    keep_process_group,
     process_start,
     socket_folder,
 )
@@ -80,16 +80,12 @@ def build_settings(arguments: Mapping[str, Any]) -> None:
         Exception: of vLLM, about a value that it cannot use.
     """
     _import(arguments, compiles=torch.cuda.is_available() or not arguments.get("enforce_eager"))
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model_loader
-    from vllm.usage.usage_lib import UsageContext
-
     given = {name: value for name, value in arguments.items() if name != "chat_template"}
     if isinstance(mode := given.get("compilation_config"), int):
         # `vllm.LLM` takes a number here, and gives EngineArgs this.
         given["compilation_config"] = {"mode": mode}
     with code_refused(), environment_kept(), process_kept():
-        get_model_loader(EngineArgs(**given).create_engine_config(UsageContext.LLM_CLASS).load_config)
+        build_engine(given)
 
 
 def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
