@@ -45,10 +45,10 @@ from lockstep.tokens.tokenizer import check_embedded
 class Errands:
     """Work that programs hand to the thread in which their engine is served, because it belongs into that thread.
 
-    Python lets only the main thread handle signals, and many objects, such as a connection to SQLite, belong to the thread that
-    made them. Therefore plain tools and environments run in the thread that calls the engine
-    (`rollouts/programs/workers.py`), as reward functions do. That thread does the work between two steps of the engine, in the
-    order in which it came. Any thread hands it in.
+    Python lets only the main thread handle signals, and many objects, such as a connection to SQLite, belong to the
+    thread that made them. Therefore plain tools and environments run in the thread that calls the engine, as reward
+    functions do. That thread does the work between two steps of the engine, in the order in which it came. Any thread
+    hands it in.
 
     Attributes:
         changed: notified about each piece of work. An inbox waits on it for requests and for work together.

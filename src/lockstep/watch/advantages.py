@@ -336,7 +336,7 @@ def check_batch(proof: AdvantageProof, batch: TokenBatch) -> None:
     """Compare a pack just before its loss.
 
     Raises:
-        ProofError: as in `AdvantageProof.check`.
+        ProofError: a sequence is of no completion of the generation, or brings something else.
     """
     both = torch.stack([batch.advantages.detach(), batch.weights.detach()]).cpu().numpy()
     proof.check([s.name for s in batch.sequences], [s.length for s in batch.sequences], both[0], both[1])
@@ -346,7 +346,7 @@ def check_still(proof: AdvantageProof, sequences: Sequence[TrainingSequence]) ->
     """Compare sequences that have no gradient.
 
     Raises:
-        ProofError: as in `AdvantageProof.check`.
+        ProofError: a sequence is of no completion of the generation, or brings something else.
     """
     for s in sequences:
         proof.check([s.name], [s.length], s.advantages, np.full(s.length, s.weight))

@@ -165,7 +165,7 @@ class SampledTokens:
             old_logps: (N,) log-probs from before the first step; None: there are none.
 
         Raises:
-            ProofError: as in `check`.
+            ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
         """
         due = self._due(name)
         self._same(due, ids == due.ids, "ids, or the ids before them,")
@@ -243,7 +243,7 @@ def check_entering(proof: SampledTokens, batch: TokenBatch) -> None:
     """Compare a pack just before its loss.
 
     Raises:
-        ProofError: as in `SampledTokens.check`.
+        ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
     """
     pack = batch.pack
     logps = batch.behaviour_logps, batch.old_logps, batch.logps
@@ -272,7 +272,7 @@ def check_aside(proof: SampledTokens, sequences: Sequence[TrainingSequence]) -> 
     """Compare sequences that were scored before the first step and have no gradient.
 
     Raises:
-        ProofError: as in `SampledTokens.check`.
+        ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
     """
     for s in sequences:
         places = np.arange(len(s.path), dtype=np.int64)

@@ -239,7 +239,7 @@ class PooledGap:
 
 
 def gap_error(stats: GapStats, limit: Tolerance, version: int, parts: str, cause: str, fix: str) -> ProofError:
-    """The error for a gap over its limits. `parts`, `cause` and `fix` come from `watch/gap_explained.py`."""
+    """The error for a gap over its limits. `parts`, `cause` and `fix` explain the gap."""
     return ProofError(
         "gap",
         f"at version {version}, over {stats.tokens} sampled tokens: {', '.join(over_limits(stats, limit))} nats "

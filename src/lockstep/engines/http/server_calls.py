@@ -1,7 +1,7 @@
 """HTTP calls to one vLLM server. Each call proves that the trainer has the key, and has a time limit. No call is repeated.
 
-`engines/http/vllm_server.py` makes these calls. After a failed call the state of the server is unknown. The caller must then
-recover the server and push the weights again.
+After a failed call the state of the server is unknown. The caller must then recover the server and push the weights
+again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Distributes requests over one or more vLLM servers, limits the number of open requests, and converts the answers.
 
-`engines/http/vllm_server.py` uses it. Requests and answers go through an inbox (`contract/inbox.py`), which checks the answers. The
-coroutines run in the thread of a `CallLoop`.
+Requests and answers go through an inbox (`contract/inbox.py`), which checks the answers. The coroutines run in the
+thread of a `CallLoop`.
 """
 
 from __future__ import annotations
