@@ -1,6 +1,6 @@
 """The engine of a run with its proofs and rewards: push weights, sample completions, score them.
 
-Comes from: `run/loop.py`, which calls it on every rank. Gives back: scored groups, the same on every rank. One rank holds the
+Comes from: the training loop, on every rank. Gives back: scored groups, the same on every rank. One rank holds the
 engine and samples for all ranks. Reward functions run on every rank, each on its share of the groups.
 """
 

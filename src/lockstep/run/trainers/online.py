@@ -78,9 +78,8 @@ from lockstep.training.config.built_once import check_adapter
 from lockstep.training.config.checks import check_installed
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
-from lockstep.training.data.given_data import SINGLE, GivenData, read_data
 from lockstep.training.data.prompt_order import MicroBatch, PromptLoader, make_loader, order_of
-from lockstep.training.data.prompts import read_prompts
+from lockstep.training.data.prompts import SINGLE, GivenData, read_data, read_prompts
 from lockstep.training.data.rehearsal import rehearse_functions
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.policy import open_policy
@@ -353,7 +352,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self.clock,
             self.step_log.note,
             self.settings,
-            self._rules,
         )
         self.loop = self.loop_class(
             self.objective,

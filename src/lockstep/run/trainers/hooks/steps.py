@@ -1,7 +1,6 @@
 """What `transformers.Trainer` calls around every optimizer step, passed on to the loop and its proofs.
 
-`run/trainers/online.py` extends `StepHooks` and makes its parts. `run/trainers/hooks/step_events.py` calls the methods
-that have no place in `transformers.Trainer` itself.
+Some methods have no place in `transformers.Trainer` itself: its callbacks reach them.
 """
 
 from __future__ import annotations
