@@ -15,9 +15,9 @@ from ways import House, way
 LOOP = """
 from typing import TYPE_CHECKING
 from lockstep.errors import InputError
-from lockstep.learn.events import Watch
-from lockstep.learn.step import Step
-from lockstep.watch.gap import check_gap
+from lockstep.training.events import Watch
+from lockstep.verify.faults.learning import Step
+from lockstep.watch.gap_explained import check_gap
 if TYPE_CHECKING:
     from lockstep.run.trainer import Trainer
 
