@@ -145,7 +145,7 @@ def test_a_training_stream_gives_the_rows_that_the_run_needs_in_its_order_and_re
     whole.train()
     # Two prompts per generation, never shuffled.
     assert seen == list(range(8))
-    assert len(whole._train_prompts) == 8
+    assert len(whole.loop.prompts) == 8
     seen.clear()
     resumed = make("GRPO", untied_dir, tmp_path, hf_engine, fields, **arguments)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
