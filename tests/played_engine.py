@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from lockstep.contract.answers import check_request
-from lockstep.contract.inbox import Inbox
+from lockstep.contract.inbox import Inbox, check_request
 from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.tokens.kept_ids import KeptIds
 

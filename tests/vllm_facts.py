@@ -127,7 +127,7 @@ vllm.v1.worker.gpu.sample.output
 vllm.v1.worker.gpu.input_batch
   InputBatch@idx_mapping_np
 vllm.v1.worker.gpu.sample.logit_bias
-  MAX_NUM_ALLOWED_TOKEN_IDS = 1024  # contract/answers.py
+  MAX_NUM_ALLOWED_TOKEN_IDS = 1024  # contract/inbox.py
   MAX_NUM_LOGIT_BIAS_TOKENS = 1024
   MAX_NUM_STOP_TOKEN_IDS = 128
   ~ if num_allowed_token_ids > MAX_NUM_ALLOWED_TOKEN_IDS:

@@ -83,6 +83,15 @@ class ProofError(LockstepError):
             f"  explained in: {PROOFS_PAGE}, row {check}"
         )
 
+    def fields(self) -> tuple[str, str, str, str]:
+        """What the error is made of: the arguments of `of_fields`."""
+        return self.found, self.check, self.cause, self.fix
+
+    @classmethod
+    def of_fields(cls, found: str, check: str, cause: str, fix: str) -> ProofError:
+        """The error of another process."""
+        return cls(check, found, cause, fix)
+
 
 @contextmanager
 def names_path(path: PathLike[str]) -> Iterator[None]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lockstep.contract.answers import check_answers, check_requests, check_scores
+from lockstep.contract.inbox import check_answers, check_requests, check_scores
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey, request_seed
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests.messages import completion_from, scores_from, stamps_of

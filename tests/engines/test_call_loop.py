@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 
-from lockstep.call_loop import CallLoop
+from lockstep.threads import CallLoop
 
 
 def test_a_loop_that_nobody_closed_ends_its_thread_and_closes_its_files() -> None:

@@ -24,7 +24,7 @@ OWNED = {
 # By reason, the functions whose waits say nothing of their own.
 SILENT = {
     "another block that says so is open meanwhile": """
-        call_loop.py::CallLoop.run call_loop.py::Pending.result call_loop.py::Pending.wait
+        threads.py::CallLoop.run threads.py::Pending.result threads.py::Pending.wait
         engines/http/pauses.py::Pauses.begin engines/http/pauses.py::Pauses.wait engines/http/pauses.py::Pauses.check
         engines/http/pauses.py::_begin engines/http/requests/sending.py::ServerRequests._answer
         engines/http/requests/sending.py::ServerRequests._all engines/http/server_calls.py::ServerCalls.update_weights
@@ -34,7 +34,7 @@ SILENT = {
         bounded_http.py::run images/urls.py::ImageUrls.fetch rollouts/across_ranks/ranks.py::Ranks._gathered
         rollouts/across_ranks/ranks.py::Ranks._scattered rollouts/driver.py::Running.finish
         rollouts/driver.py::Running.await_begin rollouts/programs/environment_process.py::_exchange
-        rollouts/programs/workers.py::_within rollouts/scores/coroutines.py::run_coroutine
+        rollouts/programs/workers.py::_within threads.py::run_coroutine
         rollouts/scores/early_scores.py::EarlyScores.take server/supervisor.py::Supervisor._run_once
         sync/wire/gloo.py::GlooTransport.send sync/wire/gloo.py::Receiver.receive
         sync/wire/groups/devices.py::DeviceChannel._wait sync/wire/groups/meeting.py::in_background
@@ -45,15 +45,15 @@ SILENT = {
         rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do
         rollouts/scores/early_scores.py::EarlyScores.__exit__""",
     "a thread or loop that waits for its next work": """
-        call_loop.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
+        threads.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
         environments/verifiers.py::VerifiersAgent._read gateway/streams.py::Heard.begins gateway/streams.py::Heard.until
         gateway/web.py::_wait report/heartbeat.py::Heartbeat._run report/notebook.py::NotebookView._draw_until_end
-        report/waits.py::_Waits._run rollouts/scores/guarded_call.py::_limit.watch""",
+        report/waits.py::_Waits._run threads.py::_limit.watch""",
     "it lasts at most a few seconds": """
-        call_loop.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy gateway/agents.py::Agent._execute
+        threads.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy gateway/agents.py::Agent._execute
         gateway/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop report/notebook.py::NotebookView.stop
         rollouts/driver.py::Driver._settle rollouts/programs/tools.py::ToolCalls.settled
-        rollouts/programs/workers.py::_gives_way rollouts/scores/guarded_call.py::_limit
+        rollouts/programs/workers.py::_gives_way threads.py::_limit
         server/supervisor.py::Supervisor._sleep sync/wire/groups/meeting.py::own_address""",
     "a process that has ended or was killed": """
         environments/verifiers.py::VerifiersAgent._start_process rollouts/programs/environment_process.py::_kill
@@ -68,7 +68,7 @@ SILENT = {
         engines/vllm/workers/own.py::OwnWorker.load engines/vllm/workers/own.py::OwnWorker.keep_adapter
         engines/vllm/workers/processes.py::WorkerProcesses.__init__ verify/faults/seams.py::vllm_worker""",
     "it ends a failed push in a thread of its own, or drops requests": """
-        call_loop.py::CallLoop.close engines/http/requests/sending.py::ServerRequests.serve
+        threads.py::CallLoop.close engines/http/requests/sending.py::ServerRequests.serve
         sync/wire/groups/channel.py::GlooChannel._end""",
     "it is no wait: the result of a tool as ids": """
         rollouts/programs/tool_program.py::_answers tokens/conversation/extension.py::Extension.result

@@ -1,6 +1,6 @@
 """Descriptions of tensors: name, dtype, shape, and a digest of all bytes. Sender and receiver of a push use the same code.
 
-`sync/source.py` describes the tensors that are sent, and each engine describes the tensors that arrive. `sync/push.py` compares the
+The trainer describes the tensors that are sent, and each engine describes the tensors that arrive. A push compares the
 two descriptions. There are two kinds of digests, and each digest tells its kind:
 
 - xxh3, of bytes in main memory. It reads 540 MB in 0.02 s on two cores, so that it can cover every byte of every push.

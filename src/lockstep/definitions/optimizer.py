@@ -1,8 +1,7 @@
 """Reads from the fields of a config how the optimizer must be set, a second time.
 
-`run/trainers/online.py` reads it when a trainer gets its config, before anything else uses the config.
-`watch/optimizer_settings.py` compares it with the optimizer. The names of optimizers, and the rule for weight decay, are
-those of `transformers.Trainer`.
+It is read when a trainer gets its config, before anything else uses the config. The optimizer is compared with it. The
+names of optimizers, and the rule for weight decay, are those of `transformers.Trainer`.
 """
 
 from __future__ import annotations

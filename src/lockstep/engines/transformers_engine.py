@@ -25,10 +25,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
 from lockstep.contract.filters import processed_logprobs
 from lockstep.contract.grammars import GrammarCompiler, GrammarState
-from lockstep.contract.inbox import Inbox, answer_all
+from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
 from lockstep.contract.model_fields import fields_of_parts
 from lockstep.contract.probe import EngineModules
 from lockstep.contract.protocol import (

@@ -1,6 +1,6 @@
 """Images by URL: fetched only from the places that the field `image_urls` allows.
 
-`images/prompts.py` calls `ImageUrls.fetch` for each URL of a dataset, of a tool's result and of an agent's message. A fetched file
+Each URL of a dataset, of a tool's result and of an agent's message is fetched with `ImageUrls.fetch`. A fetched file
 is a `data:` URL from then on: the rest of the run uses these bytes and no network.
 """
 

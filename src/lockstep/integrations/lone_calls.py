@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lockstep.contract.answers import check_answers
+from lockstep.contract.inbox import check_answers
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.following import FollowingServer

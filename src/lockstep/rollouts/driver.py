@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.call_loop import CallLoop, Pending
-from lockstep.contract.answers import check_requests
-from lockstep.contract.inbox import CheckAnswer, Errands, Inbox, Progress
+from lockstep.contract.inbox import CheckAnswer, Errands, Inbox, Progress, check_requests
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import LockstepError, ProofError
@@ -27,6 +25,7 @@ from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.programs.tools import ToolCalls
 from lockstep.rollouts.record import Record
 from lockstep.rollouts.seal import seal_of
+from lockstep.threads import CallLoop, Pending
 from lockstep.tokens.arrays import Ids
 
 OnRollout = Callable[[Rollout], None]

@@ -5,6 +5,17 @@ version → serve.
 
 The weights come from `sync/source.py`, and `sync/changes.py` decides which of them are sent. They go to the receiving half of an
 engine. If a step fails, the engine stays closed, because a half-updated engine must never serve a token.
+
+Proof `manifest`, `digest`.
+Shows: names, dtypes, shapes and bytes that arrived are those that were sent, and every parameter of the engine
+received values.
+Does not show: what the engine did with them afterwards.
+When: every push.
+
+Proof `caches`.
+Shows: the engine confirmed that it holds nothing that was computed from older weights.
+Does not show: that the confirmation is true (the gap shows this).
+When: every push.
 """
 
 from __future__ import annotations

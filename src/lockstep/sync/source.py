@@ -1,8 +1,7 @@
 """The trainer's weights as a stream of named tensors, and the manifest that describes the stream.
 
-The trained model is the source and is only read. `sync/changes.py` decides which tensors of the stream are sent, and the module
-probe compares the engine with the same tensors. `sync/adapters/merged.py` has the source for models with adapters, and the
-function that chooses the source of a model.
+The trained model is the source and is only read. The module probe compares the engine with the same tensors. Models
+with adapters have a source of their own.
 """
 
 from __future__ import annotations

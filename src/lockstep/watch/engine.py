@@ -10,9 +10,9 @@
 | every optimizer step, before the optimizer | the parity gap over all sampled tokens; the tokens are draws from what was reported |
 | every evaluation | the same, over drawn completions |
 
-With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not, and staleness
-is bounded. `watch/ahead.py` proves the others. The checks themselves are in `watch/`. Trainers and `lockstep
-verify` call them through this module.
+With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not,
+and staleness is bounded. `watch/ahead.py` proves the others. The checks themselves are in `watch/`. Trainers and
+`lockstep verify` reach them through this module.
 """
 
 from __future__ import annotations
@@ -414,7 +414,8 @@ class Proofs:
             gap, draws, kept_sets: over their tokens.
 
         Raises:
-            ProofError: as in `check_gap` and `check_draws`.
+            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from the distributions whose
+                log-probs were reported.
         """
         with self._clock.phase("verify"):
             check_count(gap, sum(len(c.sampled_places) for c in completions), version)

@@ -1,4 +1,10 @@
-"""Proof that all ranks train the same weights, and that shards are as they must be."""
+"""Proof that all ranks train the same weights, and that shards are as they must be.
+
+Proof `ranks`.
+Shows: all trainer processes hold the same weights, byte for byte (only with several processes).
+Does not show: that the engine holds them (the push shows this).
+When: every generation; reads the weights once.
+"""
 
 from __future__ import annotations
 

@@ -111,7 +111,8 @@ class DrawnRows:
         """Check the drawn tokens with a policy whose weights are still those of their forwards. The rows are forgotten then.
 
         Raises:
-            ProofError: as in `check_with`.
+            ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that of
+                the run's filters.
         """
         if not self._rows:
             return KeptSetStats()

@@ -1,7 +1,7 @@
 """HTTP calls to one vLLM server. Each call proves that the trainer has the key, and has a time limit. No call is repeated.
 
-`engines/http/vllm_server.py` makes these calls. After a failed call the state of the server is unknown. The caller must then
-recover the server and push the weights again.
+After a failed call the state of the server is unknown. The caller must then recover the server and push the weights
+again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import httpx
 import msgspec
 
 from lockstep import bounded_http
-from lockstep.call_loop import CallLoop, Pending
 from lockstep.contract.protocol import EngineSettings
 from lockstep.engines.http.greeting import (
     GREETING,
@@ -37,6 +36,7 @@ from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND, SERVER_BACKEND, WOR
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.homes import expanded
 from lockstep.report.waits import waiting
+from lockstep.threads import CallLoop, Pending
 
 # Number of characters of an answer that an error message shows.
 _SHOWN = 300

@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 
-from lockstep.call_loop import CallLoop, Pending
-from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.contract.inbox import Inbox, answer_all
+from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
 from lockstep.contract.probe import EngineModules, ProbedModule, decode_floats
 from lockstep.contract.protocol import (
     Completion,
@@ -42,6 +40,7 @@ from lockstep.engines.vllm.port.settings import changed_settings
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.report.waits import waiting
 from lockstep.sync.wire.transport import WeightTransport
+from lockstep.threads import CallLoop, Pending
 
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
 

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from lockstep.contract.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.contract.inbox import Inbox, answer_all
+from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
 from lockstep.contract.probe import EngineModules
 from lockstep.contract.protocol import (
     Completion,

@@ -1,7 +1,8 @@
 """The weights of a model with an adapter, merged as its engine holds them: base + delta, under the base model's names.
 
-The trained model is the source and is only read. Merged tensors are made one at a time in new memory. Merging in place would make
-the base weights drift (W5), and a failure would leave the model merged (H7). `sync/push.py` and the module probe read the result.
+The trained model is the source and is only read. Merged tensors are made one at a time in new memory. Merging in place
+would make the base weights drift (W5), and a failure would leave the model merged (H7). A push and the module probe
+read the result.
 """
 
 from __future__ import annotations

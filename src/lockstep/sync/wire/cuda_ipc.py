@@ -145,7 +145,8 @@ def open_segment(name: str, size: int, handle: Sequence[object] | None, device: 
     """The worker's end of a trainer's segment, with the buffer whose handle came with it.
 
     Raises:
-        ValueError, RuntimeError: as in `mapped` and `Segment`.
+        ValueError: a name or a handle is not what it must be, or belongs to another user or GPU.
+            RuntimeError: CUDA cannot map the memory.
     """
     return Segment(name, size, None if handle is None else mapped(handle, device))
 

@@ -7,8 +7,8 @@ half-chunks, so that a server can receive one while it loads the other. A server
 larger. Only bytes are sent: nothing is unpickled. Both ends prove that they know the secret of the push before the first weight is
 sent (`groups/proof.py`).
 
-If one server fails, the push ends for all of them: the trainer writes a key into the store, and every worker looks for this key
-while it waits. Gloo itself would wait until its time limit, and NCCL without end. `sync/wire/nccl.py` has what only NCCL needs.
+If one server fails, the push ends for all of them: the trainer writes a key into the store, and every worker looks for
+this key while it waits. Gloo itself would wait until its time limit, and NCCL without end.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Chooses how the bytes of a push reach the servers: through a GPU's memory, through shared memory, over gloo or over NCCL.
 
-`engines/http/vllm_server.py` drives a transport. A transport moves bytes and reports what it placed where. The version, the
+An engine on servers drives a transport. A transport moves bytes and reports what it placed where. The version, the
 acknowledgement and the comparison are the same for all transports (`sync/push.py`).
 """
 

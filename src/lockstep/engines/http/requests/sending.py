@@ -1,7 +1,7 @@
 """Distributes requests over one or more vLLM servers, limits the number of open requests, and converts the answers.
 
-`engines/http/vllm_server.py` uses it. Requests and answers go through an inbox (`contract/inbox.py`), which checks the answers. The
-coroutines run in the thread of a `CallLoop`.
+Requests and answers go through an inbox (`contract/inbox.py`), which checks the answers. The coroutines run in the
+thread of a `CallLoop`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from lockstep.call_loop import CLOSED, CallLoop, Pending
 from lockstep.contract.inbox import Inbox
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.engines.adapters.servers import ServerAdapters, UsedAdapter
@@ -30,6 +29,7 @@ from lockstep.engines.http.requests.pictures import SentPictures, check_encoded
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.vllm.port.requests import check_sent
 from lockstep.errors import EngineLost, LockstepError
+from lockstep.threads import CLOSED, CallLoop, Pending
 
 T = TypeVar("T")
 

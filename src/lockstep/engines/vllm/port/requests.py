@@ -1,6 +1,6 @@
 """Conversions between our types and vLLM's: requests to `SamplingParams`, and vLLM's outputs to completions.
 
-`contract/answers.py` checks every completion. `check_sent` proves that what is sent to vLLM has the sampling settings of the
+`contract/inbox.py` checks every completion. `check_sent` proves that what is sent to vLLM has the sampling settings of the
 trainer's request: the engine in this process checks the `vllm.SamplingParams` that it gives to vLLM, and the client of a server the
 body that it posts. This check comes before the first token is sampled. It also finds differences that are too small for any
 log-prob in half precision.

@@ -1,6 +1,6 @@
 """vLLM's only worker, in the trainer's own process. The tensors of a push pass by reference.
 
-`engines/vllm/in_process.py` uses it. `engines/vllm/workers/processes.py` has the same methods for several worker processes.
+`engines/vllm/workers/processes.py` has the same methods for several worker processes.
 """
 
 from __future__ import annotations
