@@ -81,7 +81,7 @@ def test_its_loss_is_that_of_a_step_on_its_completions(make: Make, name: str) ->
             # Another reference than the policy, so that the divergence counts.
             run.reference.own.model.norm.weight += 0.3
     metrics, loop = run.evaluate(), run.loop
-    step, _ = loop.preparation.generation(loop.policy(), run.last_eval_groups, 0)
+    step, *_ = loop.preparation.generation(loop.policy(), run.last_eval_groups, 0)
     sequences = [s for batch in step.micro_batches for s in batch]
     assert len(sequences) == run.config.completions_per_step
     prepared = loop.preparation.step(loop.policy(), sequences, moved=False)
