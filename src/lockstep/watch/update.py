@@ -48,7 +48,7 @@ _NORM_EVERY = 4
 # Elements whose squares are summed in one call: in float32 the sum of many more loses digits.
 _CHUNK = 1 << 22
 # Elements that are searched at once for one that is not 0.
-_SEARCHED = 1 << 20
+SEARCHED = 1 << 20
 _REPORT = "otherwise this is a defect of Lockstep: report it"
 
 
@@ -392,13 +392,13 @@ def _some_nonzero(gradient: torch.Tensor) -> torch.Tensor:
     """() int64 on its device: the place of the largest element of the first part that has one that is not 0."""
     if not gradient.numel():
         return torch.zeros((), dtype=torch.int64, device=gradient.device)
-    parts = gradient.reshape(-1).split(_SEARCHED)
+    parts = gradient.reshape(-1).split(SEARCHED)
     if gradient.device.type == "cpu":
         number = next((i for i, part in enumerate(parts) if part.count_nonzero()), 0)
-        return number * _SEARCHED + parts[number].abs().argmax()
+        return number * SEARCHED + parts[number].abs().argmax()
     # The host does not wait to learn which part is the first one: all are searched.
     first = torch.stack([part.count_nonzero() for part in parts]).gt(0).to(torch.uint8).argmax()
-    return first * _SEARCHED + torch.stack([part.abs().argmax() for part in parts]).take(first)
+    return first * SEARCHED + torch.stack([part.abs().argmax() for part in parts]).take(first)
 
 
 def _squares(gradients: Sequence[torch.Tensor | None]) -> list[float]:

@@ -75,7 +75,7 @@ class StepHooks(Trainer):
     settings: SettingsProof
     _method_state: MethodState
     _plain_rows: bool
-    _rules: IdRules
+    rules: IdRules
     # The model and what it wraps. accelerate looks for installed packages each time it unwraps a model.
     _unwrapped: tuple[torch.nn.Module, PreTrainedModel] | None = None
     # What the receipt says about the optimizer of a resumed run, and the fields of the config that have changed since.
@@ -236,7 +236,7 @@ class StepHooks(Trainer):
             accelerator.backward if shards is None else shards.backward(accelerator.backward),
             self.critic,
             self._plain_rows,
-            self._rules,
+            self.rules,
         )
 
     def _policy_model(self) -> PreTrainedModel:
