@@ -35,7 +35,9 @@ Make = Callable[..., OnlineTrainer]
 
 @pytest.fixture
 def make(untied_dir: str, hf_engine: Engine, tmp_path: Path) -> Make:
-    def made(evaluation: Dataset = HELD_OUT, method: str = "GRPO", reward: Any = methods.by_length, **fields: Any) -> Any:
+    def made(
+        evaluation: Dataset = HELD_OUT, method: str = "GRPO", reward: Any = methods.by_length, **fields: Any
+    ) -> Any:
         fields = {**(GROUPS if method != "OnlineDPO" else methods.PAIRS), **fields}
         more = {"eval_dataset": evaluation, "reward_funcs": reward}
         return methods.make(method, untied_dir, tmp_path, hf_engine, fields, **more)
