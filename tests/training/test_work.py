@@ -28,11 +28,8 @@ def test_a_pass_that_scores_no_pack_is_counted_too(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
     run = make("GRPO", untied_dir, tmp_path, hf_engine, {**TWO_GROUPS, "beta": 0.1})
-    models = {
-        "the policy": run.loop.policy().model,
-        "its trunk": run.loop.policy().model.base_model,
-        "the reference": reference_of(run),
-    }
+    policy = run.loop.policy().model
+    models = {"the policy": policy, "its trunk": policy.base_model, "the reference": reference_of(run)}
     proofs = run.source.watch.generations
     real = proofs.check
 

@@ -6,12 +6,6 @@ same for both. The trainer (`run/trainers/online.py`) shards the policy and the 
 
 Gradients are summed in float32 and never averaged: the loss of a pack is its share of the whole step's loss. In float32, 1, 2 and
 4 ranks so give the same gradients as a model that is not sharded. With autocast, the layers are gathered in autocast's dtype.
-
-Proof `shards`.
-Shows: before every push, optimizer step and checkpoint no layer is gathered, and no parameter was replaced (only with
-shards).
-Does not show: what a layer computed while it was gathered.
-When: every push, step and checkpoint.
 """
 
 from __future__ import annotations

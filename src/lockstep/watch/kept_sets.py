@@ -1,8 +1,8 @@
 """Compares the ids that an engine's filters kept with the trainer's own filters, at drawn tokens.
 
 The trainer scores sampled tokens among the engine's kept ids. Therefore the parity gap does not see a filter that the
-engine applies wrongly or not at all, and this proof does. The whole logits come from `watch/rows_of_logits.py`, and
-`watch/filter_bounds.py` says what the filters keep.
+engine applies wrongly or not at all, and this proof does. The whole logits come from the hidden states of the forward
+that proves the tokens, and `watch/filter_bounds.py` says what the filters keep.
 
 The proof computes the rounding of the logits that would explain each set. It is 0 if the trainer keeps the same ids. There are two
 limits: one for the rounding of each token, and one for the mean over the drawn tokens. In half precision a single token may differ

@@ -6,16 +6,19 @@
 | `scored` | `rewards` |
 | `taken` | `rows`, `scores` |
 | `referenced` | `reference` (its log-probs) |
-| `prepared` | `learned` (texts and rows); the gap and the draws, if a pass before the first step has scored the tokens |
-| `beginning` | `hooks`, `model_gradient` (a drawn sum) |
+| `prepared` | `learned` (texts and rows); `gap` and `draws`, if a pass before the first step has scored the tokens |
+| `beginning` | `hooks`, `model_gradient` (a drawn sum), `accumulation` (no gradient is left), `update` (nothing was frozen) |
 | `part`, `forward`, `aside` | `learned`, `advantages` |
 | `backward`, `learned` | `loss_gradient` |
-| `compared` | `settings`, `kept_sets`, `forward` (a drawn completion) |
-| `summing`, `summed` | `hooks`; the gap, the draws, `forward` (all tokens that were scored twice) |
-| `accumulated` | `accumulation`, `model_gradient` (a drawn part of the step) |
-| `clipped`, `stepping`, `stepped` | `clip`, `shards`, `optimizer`, `reference` (frozen weights) |
-| `saving` | `optimizer` (nothing has changed since the last step) |
-| `evaluated` | `evaluation`, `rows`; the gap, the draws, `kept_sets` |
+| `compared` | `temperature`, `kept_ids`, `forward` (a drawn completion) |
+| `summing` | `hooks` |
+| `summed` | `gap`, `draws`, `kept_ids` (the mean), `forward` (all tokens that were scored twice) |
+| `accumulated` | `accumulation`, `update` (every tensor has a gradient), `model_gradient` (a drawn part of the step) |
+| `clipped` | `clipping` (the norm) |
+| `stepping` | `shards`, `clipping`, `learning_rate` |
+| `stepped` | `update`, `reference` (frozen weights) |
+| `saving` | `checkpoint` (nothing has changed since the last step) |
+| `evaluated` | `evaluation`, `rows`, `gap`, `draws`, `kept_ids` |
 
 What the engine is asked and answers is proven by `watch/engine.py`.
 """
