@@ -64,8 +64,8 @@ SILENT = {
         engines/vllm/workers/leftovers.py::remove_dead files.py::temporary_folder files.py::_remove_dead""",
     "the engine's answer is not awaited: the next question looks for it": "server/guard.py::KeyGuard._say_health",
     "it is the work of this process": """
-        contract/inbox.py::answer_all engines/vllm/workers/own.py::OwnWorker.__init__
-        engines/vllm/workers/own.py::OwnWorker.load engines/vllm/workers/own.py::OwnWorker.keep_adapter
+        contract/inbox.py::answer_all engines/vllm/in_process.py::OwnWorker.__init__
+        engines/vllm/in_process.py::OwnWorker.load engines/vllm/in_process.py::OwnWorker.keep_adapter
         engines/vllm/workers/processes.py::WorkerProcesses.__init__ verify/faults/seams.py::vllm_worker""",
     "it ends a failed push in a thread of its own, or drops requests": """
         threads.py::CallLoop.close engines/http/requests/sending.py::ServerRequests.serve

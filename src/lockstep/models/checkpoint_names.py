@@ -2,7 +2,7 @@
 
 For most families these tensors are the model's own parameters. Experts are different: transformers holds the weights of all experts
 of a layer in two tensors, while checkpoints and vLLM's loaders have one tensor per expert and projection. Here each such tensor is
-a view of the model's own memory. The modules that send weights use this module (`sync/source.py`, `sync/adapters/merged.py`,
+a view of the model's own memory. The modules that send weights use this module (`sync/source.py`, `sync/source.py`,
 `sync/live.py`), and so does the transformers engine, which receives weights.
 """
 

@@ -1,7 +1,7 @@
 """Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: checks their settings, and gives the values that layers compute
 with.
 
-`models/policy.py` loads such weights, or the user gives a model that has them. `sync/adapters/merged.py` adds the adapter's delta
+`models/policy.py` loads such weights, or the user gives a model that has them. `sync/source.py` adds the adapter's delta
 to these values and sends the sum to the engine in full precision. An engine never quantises again what the trainer has quantised.
 """
 

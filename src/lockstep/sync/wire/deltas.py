@@ -1,6 +1,6 @@
 """What changed in a tensor, as bytes: the places of the elements that differ, and their new values. Nothing is rounded.
 
-The trainer compares a tensor with its copy of what a server holds (`sync/changes.py`), and the transports send the result. The
+The trainer compares a tensor with its copy of what a server holds (`sync/push.py`), and the transports send the result. The
 server's worker keeps a copy of each tensor (`ReceivedWeights`), and writes the new values into it. The new values themselves are
 sent, because adding differences would round.
 """

@@ -25,8 +25,6 @@ from lockstep.engines.vllm.workers.environment import (
 )
 from lockstep.engines.vllm.workers.kept_process import nothing_frozen, process_kept
 from lockstep.engines.vllm.workers.leftovers import note, shared_by
-from lockstep.engines.vllm.workers.own import OwnWorker
-from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
 from lockstep.errors import InputError
 from lockstep.model_files import code_refused
 from lockstep.private_caches import use_private_caches
@@ -107,19 +105,6 @@ def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
             import_without_compiler()
         import vllm  # noqa: F401
     return workers
-
-
-def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> OwnWorker | WorkerProcesses:
-    """The workers of an engine that was started.
-
-    Args:
-        transport, timeout: as in `WorkerProcesses`; unused if the model is in this process.
-    """
-    if llm.llm_engine.vllm_config.parallel_config.world_size == 1:
-        return OwnWorker(llm)
-    if transport is None:
-        raise InputError("an engine with several workers needs a transport for its weights")
-    return WorkerProcesses(llm, transport, timeout)
 
 
 def number_of_workers(arguments: Mapping[str, Any]) -> int:
