@@ -519,8 +519,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a program without the key may send a gigabyte",
-        "return _LARGEST if is_server else _LARGEST_UNPROVEN",
-        "return _LARGEST",
+        "return LARGEST if is_server else _LARGEST_UNPROVEN",
+        "return LARGEST",
         "tests/server/test_greeting.py",
     ),
     Mutation(
@@ -636,7 +636,7 @@ MUTATIONS = [
     ),
     Mutation(
         "PyTorch writes to a counter that a handle names (on the pretend GPU)",
-        " or not 0 <= found.counter < _COUNTERS",
+        " or not 0 <= found.counter < COUNTERS",
         "",
         "tests/pretend_cuda/test_runs.py::test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped",
     ),
@@ -672,7 +672,7 @@ MUTATIONS = [
     ),
     Mutation(
         "each failed push takes another buffer of the GPU",
-        "if self._buffer is None or self._buffer.numel() < size:",
+        "if self.buffer is None or self.buffer.numel() < size:",
         "if True:",
         "tests/sync/test_transports.py::test_cuda_ipc_has_one_slot_and_the_same_buffer_after_a_failure",
     ),
@@ -774,7 +774,7 @@ MUTATIONS = [
         "    raise\n    finally",
         DRIVER,
     ),
-    Mutation("a driver that leaves its thread", "self._loop.close()", "pass", DRIVER, within="Driver.close"),
+    Mutation("a driver that leaves its thread", "self.loop.close()", "pass", DRIVER, within="Driver.close"),
     Mutation(
         "tokens of other weights",
         "if (completion.weight_versions != version).any():",
@@ -3443,7 +3443,7 @@ MUTATIONS = [
     ),
     Mutation(
         "self-test: the policy of a run moves by less than the limits",
-        "if times < _VISIBLE and rate < _RATES[-1]:",
+        "if times < _VISIBLE and rate < RATES[-1]:",
         "if False:",
         "tests/faults/test_faults_in_runs.py::test_the_learning_rate_is_one_that_moves_the_policy_visibly",
     ),
@@ -3793,7 +3793,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: the first element of a gradient is looked for in the first part alone",
-        "return first * _SEARCHED + torch.stack",
+        "return first * SEARCHED + torch.stack",
         "return 0 * first + torch.stack",
         f"{ON_A_GPU}::test_an_element_that_is_not_zero_is_found_where_the_cpu_finds_it",
     ),
@@ -3841,8 +3841,8 @@ MUTATIONS = [
     ),
     Mutation(
         "keyed digest: the last chunk of a tensor counts",
-        "for part in words.split(_CHUNK)]",
-        "for part in words.split(_CHUNK)[:1]]",
+        "for part in words.split(CHUNK)]",
+        "for part in words.split(CHUNK)[:1]]",
         f"{DIGESTS}::test_chunks_and_levels_give_the_digest_of_the_definition",
     ),
     Mutation(

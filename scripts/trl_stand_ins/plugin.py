@@ -262,7 +262,7 @@ def from_test(engine: Any, generate: Any, requests: Any) -> list[Any]:
         sampled = sampled[:end]
         prompt = request.prompt_ids.tolist()
         with torch.no_grad():
-            logits = engine._model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
+            logits = engine.model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
         logprobs = [
             float(processed_logprobs(row, request.sampling, prompt, sampled[:place], end_ids=ends)[sampled[place]])
             for place, row in enumerate(logits)

@@ -1,8 +1,8 @@
 """One HTTP call of which the caller says how many bytes and seconds the answer may take.
 
-Another program may listen where a server is expected. Its answer is read without decompression, so that the bytes in memory are
-the bytes that were sent, and a limit of time covers the whole call: an answer that drips ends too. Everything that a trainer reads
-from a server goes through here (`engines/http/server_calls.py`, `images/urls.py`, `audit/server.py`, `server/supervisor.py`).
+Another program may listen where a server is expected. Its answer is read without decompression, so that the bytes in
+memory are the bytes that were sent, and a limit of time covers the whole call: an answer that drips ends too.
+Everything that a trainer reads from a server goes through here.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ class Connection:
 
         Raises:
             InputError: a sequence has fewer than two ids, or fills the whole context.
-            ProofError, EngineLost: as in `generate`.
+            ProofError: the servers have received no weights yet, or an answer does not match its request.
+            EngineLost: a server was lost.
         """
         return self.engine.score({name: tuple(ids) for name, ids in sequences.items()})
 

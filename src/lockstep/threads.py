@@ -220,11 +220,11 @@ class CallLoop:
             concurrent.futures.Future()
         )
         # A daemon thread: when the program ends, it does not wait for a call that blocks this thread.
-        self._thread = threading.Thread(target=asyncio.run, args=(_serve(started),), name=name, daemon=True)
-        self._thread.start()
-        self._loop, stopped = started.result()
+        self.thread = threading.Thread(target=asyncio.run, args=(_serve(started),), name=name, daemon=True)
+        self.thread.start()
+        self.loop, stopped = started.result()
         # If the owner is freed without `close`, the thread ends too, and its files are closed.
-        self._stop = weakref.finalize(self, self._loop.call_soon_threadsafe, stopped.set)
+        self._stop = weakref.finalize(self, self.loop.call_soon_threadsafe, stopped.set)
         self._stop.atexit = False
 
     def start(self, call: Coroutine[Any, Any, T], check: Callable[[T], R]) -> Pending[T, R]:
@@ -239,7 +239,7 @@ class CallLoop:
         if self._closed:
             call.close()
             raise LockstepError(CLOSED)
-        return Pending(asyncio.run_coroutine_threadsafe(call, self._loop), check)
+        return Pending(asyncio.run_coroutine_threadsafe(call, self.loop), check)
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         """Run a call and wait for its result.
@@ -255,7 +255,7 @@ class CallLoop:
             return
         self._closed = True
         self._stop()
-        self._thread.join(_ENDING)
+        self.thread.join(_ENDING)
 
 
 async def _serve(started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:

@@ -220,7 +220,7 @@ def test_a_push_may_land_in_the_middle_of_a_conversation(
         assert between.wait(120)
         with ahead.held():
             push_weights(second, engine, 2)
-        driver._loop.run(opened(go_on))
+        driver.loop.run(opened(go_on))
         found = ahead.take(3)
     completions = [rollout.completion for rollout in found.values()]
     for key in waiting:

@@ -130,7 +130,7 @@ def test_the_learning_rate_is_one_that_moves_the_policy_visibly(
         return stage_on(untied_dir, tmp_path, use_vllm=False, bf16=False, **changes)
 
     # The first one moves the policy by less than the limit.
-    monkeypatch.setattr(self_test, "_RATES", (1e-8, 1e-3, 1e-2))
+    monkeypatch.setattr(self_test, "RATES", (1e-8, 1e-3, 1e-2))
     (control,) = run_in_runs(open_with, WAYS[0], lambda name: None, ())
     assert rates == [1e-8, 1e-3]
     assert (control.caught_by, control.error) == ("", "")

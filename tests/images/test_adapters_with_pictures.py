@@ -57,7 +57,7 @@ def test_an_adapter_learns_alone_and_its_merged_weights_are_what_the_engine_samp
     # Sampling pushes the weights of the last step.
     trainer.rollouts()
     theirs: Any = trainer.engine
-    held = dict(theirs._model.named_parameters())
+    held = dict(theirs.model.named_parameters())
     base = dict(make_seeing(family).named_parameters())
     sent = dict(weights_of(trainer.model))
     assert all(torch.equal(tensor, held[name]) for name, tensor in sent.items())

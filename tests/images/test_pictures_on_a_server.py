@@ -122,7 +122,7 @@ def test_the_pixels_of_a_picture_are_sent_once(
 ) -> None:
     """For all completions of its prompt, and over pushes: twelve requests, and four pictures."""
     sent: list[str] = []
-    whole = server_requests.ServerRequests._post
+    whole = server_requests.ServerRequests.post
 
     async def noted(self: Any, server: Any, body: dict[str, Any], *more: Any) -> Any:
         shown = body.get("features", {"mm_hashes": {"image": []}, "kwargs_data": {"image": []}})
@@ -133,7 +133,7 @@ def test_the_pixels_of_a_picture_are_sent_once(
         )
         return await whole(self, server, body, *more)
 
-    monkeypatch.setattr(server_requests.ServerRequests, "_post", noted)
+    monkeypatch.setattr(server_requests.ServerRequests, "post", noted)
     trainer = look(folder, tmp_path, engine=engine)
     trainer.train()
     seen = {digest for group in trainer.rollouts() if group.prompt.pictures for digest in group.prompt.pictures.digests}

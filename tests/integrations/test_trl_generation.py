@@ -217,7 +217,7 @@ class Dying(TransformersEngine):
 
     def recover(self) -> None:
         self._version = None
-        torch.nn.init.zeros_(self._model.model.embed_tokens.weight)
+        torch.nn.init.zeros_(self.model.model.embed_tokens.weight)
 
 
 def test_an_engine_that_was_lost_gets_the_weights_again_and_gives_the_same_tokens(setting: Setting) -> None:

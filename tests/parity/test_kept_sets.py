@@ -284,7 +284,7 @@ def test_only_sets_of_the_weights_at_hand_are_compared(
     proof = KeptSetProof(Distribution(FILTERS["top_p"], (0,)), tolerance(torch.float32, torch.float32))
     rows = DrawnRows(None, proof, OWN_DTYPE)
     if case == "far away":
-        monkeypatch.setattr(drawn_rows, "_LONGEST", len(made.prompt_ids))
+        monkeypatch.setattr(drawn_rows, "LONGEST", len(made.prompt_ids))
     with hidden_states(model) as seen:
         model(input_ids=pack.input_ids)
     rows.add(pack, torch.zeros(8), seen[-1], before_steps=case != "a later step")

@@ -197,7 +197,7 @@ def measured(folder: Path) -> dict[str, Any]:
     from tiny import make_model
 
     # So that tiny tensors have several chunks.
-    device_digest._CHUNK = 1 << 15
+    device_digest.CHUNK = 1 << 15
     whole = make_model()
     size = sum(p.nbytes for p in whole.parameters())
     adapted = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -208,5 +208,5 @@ def measured(folder: Path) -> dict[str, Any]:
         "nccl": _pushes(make_model().to(DEVICE), OverNCCL()),
         "shared memory": _pushes(make_model().to(DEVICE), OverSharedMemory()),
     }
-    device_digest._CHUNK = 8 << 20
+    device_digest.CHUNK = 8 << 20
     return {"pushes": found, "size": size, "dtypes": _dtypes(), "launches": _launches()}

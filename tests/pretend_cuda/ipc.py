@@ -238,7 +238,7 @@ def _pushes(server: Server, folder: Path) -> Result:
 
     result: Result = {"pushes": []}
     transport = choose_transport("auto", [server], "127.0.0.1", 0, 60.0)
-    result["chosen"] = type(transport._used).__name__
+    result["chosen"] = type(transport.used).__name__
     for dtype, count in ((torch.float32, 4), (torch.bfloat16, 3)):
         model, engine = make_model().to("cuda", dtype), Engine(server, transport)
         for version in range(count):
@@ -262,11 +262,11 @@ def _pushes(server: Server, folder: Path) -> Result:
                     model.model.layers[1].self_attn.k_proj.weight[0, :3] += 1
                 if version == 2 and dtype == torch.float32:
                     # The server dies and comes back, and the trainer drops its agreements, as in a recovery.
-                    buffer = transport._used._buffer.data_ptr()
+                    buffer = transport.used.buffer.data_ptr()
                     server.kill()
                     server._process = Server(folder)._process
                     transport.forget()
-    result["same buffer"] = transport._used._buffer.data_ptr() == buffer
+    result["same buffer"] = transport.used.buffer.data_ptr() == buffer
     transport.close()
     return result
 
@@ -325,7 +325,7 @@ def _fallback(server: Server) -> dict[str, Any]:
                 refused = ""
             except InputError as error:
                 refused = str(error)
-            used = type(choose_transport("auto", [server], "127.0.0.1", 0, 60.0)._used).__name__
+            used = type(choose_transport("auto", [server], "127.0.0.1", 0, 60.0).used).__name__
         return [used, *(call.args[0] for call in said.call_args_list), refused]
 
     def expandable(storage: Any) -> Any:

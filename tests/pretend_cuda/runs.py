@@ -64,7 +64,7 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
     )
     trainer.train(resume_from_checkpoint=resume or None)
     beside = (trainer.critic, trainer.reference.own if trainer.reference is not None else None)
-    models = [trainer.model, trainer.engine._model, *(model for model in beside if model is not None)]
+    models = [trainer.model, trainer.engine.model, *(model for model in beside if model is not None)]
     devices = {p.device.type for model in models for p in model.parameters()}
     weights = {name: p.detach().cpu().contiguous() for name, p in trainer.model.named_parameters() if p.requires_grad}
     folder.mkdir(exist_ok=True)

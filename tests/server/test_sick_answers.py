@@ -126,7 +126,7 @@ def test_a_push_that_loses_a_call_is_not_repeated_by_itself_and_a_new_one_is_who
     path: str, fault: str, engine: VLLMServer, proxy: FaultyProxy
 ) -> None:
     model = make_model(seed=3)
-    engine._transport.forget()  # type: ignore[union-attr]
+    engine.transport.forget()  # type: ignore[union-attr]
     before = dict(proxy.calls)
     proxy.once(fault, path)
     try:

@@ -141,7 +141,7 @@ def merged_exactly(model: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("together", [1, 100_000])
 def test_a_push_never_holds_a_second_copy(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_specs, "_GROUP_BYTES", together)
+    monkeypatch.setattr(tensor_specs, "GROUP_BYTES", together)
     alive: list[int] = []
 
     class Watcher(Recorder):

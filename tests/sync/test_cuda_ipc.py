@@ -45,12 +45,12 @@ def test_pytorch_gives_and_takes_the_eight_fields_in_this_order() -> None:
 def test_the_counters_are_those_of_pytorch() -> None:
     header = Path(torch.__file__).parent / "include/torch/csrc/CudaIPCTypes.h"
     (count,) = re.findall(r"CUDA_IPC_REF_COUNTER_FILE_SIZE = (\d+);", header.read_text(encoding="utf-8"))
-    assert int(count) == cuda_ipc._COUNTERS
+    assert int(count) == cuda_ipc.COUNTERS
     # The same function of PyTorch names the files of tensors that processes share by name.
     _, name, _ = torch.empty(8).untyped_storage()._share_filename_cpu_()
-    assert cuda_ipc._COUNTER_FILE.fullmatch(name)
+    assert cuda_ipc.COUNTER_FILE.fullmatch(name)
     for other in (b"/torch_1_2", b"/torch_1_2_3/../x", b"/torch_1_2_3\n", b"torch_1_2_3", b"/dev/shm/torch_1_2_3"):
-        assert not cuda_ipc._COUNTER_FILE.fullmatch(other)
+        assert not cuda_ipc.COUNTER_FILE.fullmatch(other)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -34,7 +34,7 @@ ONE, OTHER = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn
 def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the model lay on a GPU. Tiny tensors then have several chunks."""
     monkeypatch.setattr(push_module, "key_for", lambda tensors: new_key())
-    monkeypatch.setattr(device_digest, "_CHUNK", 1 << 14)
+    monkeypatch.setattr(device_digest, "CHUNK", 1 << 14)
 
 
 class Faulty:

@@ -173,13 +173,13 @@ def test_a_run_proves_every_token_of_every_branch(
     run = make(method, untied_dir, tmp_path, hf_engine, {**sizes, "rehearse_rewards": False}, reward_funcs=by_sum)
     run.source.program = program
     seen: list[Generation] = []
-    begin = run.loop._begin_step
+    begin = run.watch.beginning
 
-    def noted(generation: Generation, *more: Any, **named: Any) -> Generation:
-        seen.append(begin(generation, *more, **named))
-        return seen[-1]
+    def noted(policy: Any, generation: Generation, *more: Any, **named: Any) -> None:
+        seen.append(generation)
+        begin(policy, generation, *more, **named)
 
-    run.loop._begin_step = noted
+    run.watch.beginning = noted
     before = parameters(run.model)
     run.train()
     assert any(not torch.equal(before[name], p) for name, p in parameters(run.model).items())

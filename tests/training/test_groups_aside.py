@@ -139,7 +139,7 @@ def test_verified_tokens_stand_for_those_left_aside_in_means(
 ) -> None:
     seen: list[UpdateSums] = []
     real = UpdateSums.metrics
-    monkeypatch.setattr(UpdateSums, "metrics", lambda sums, limit: seen.append(sums) or real(sums, limit))
+    monkeypatch.setattr(UpdateSums, "metrics", lambda sums: seen.append(sums) or real(sums))
     run = sixteen(untied_dir, tmp_path, hf_engine)
     run.train()
     (sums,) = seen

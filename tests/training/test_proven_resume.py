@@ -341,7 +341,7 @@ def with_clock() -> dict[str, Any]:
 
 
 def times(run: Any) -> set[str]:
-    return {run.processing_class.decode(p.ids).rpartition(">")[2] for p in run._train_prompts}
+    return {run.processing_class.decode(p.ids).rpartition(">")[2] for p in run.loop.prompts}
 
 
 def test_a_resumed_run_renders_with_the_time_of_its_first_start(

@@ -36,7 +36,7 @@ class _Reversed(torch.autograd.Function):
 
 
 def _model(run: OnlineTrainer) -> torch.nn.Module:
-    return run._causal()
+    return run.loop.policy().model
 
 
 def parameters_reversed(run: OnlineTrainer) -> None:

@@ -292,5 +292,5 @@ def test_text_parts_are_the_text_that_they_make(untied_dir: str, tmp_path: Path,
     run.train()
     assert seen
     assert all(prompt == PLAIN for prompt in seen)
-    assert all(tuple(p.ids.tolist()) == render_prompt(PLAIN, tokenizer) for p in run._train_prompts)
+    assert all(tuple(p.ids.tolist()) == render_prompt(PLAIN, tokenizer) for p in run.loop.prompts)
     assert not torch.isnan(torch.tensor([log["loss"] for log in run.state.log_history if "loss" in log])).any()

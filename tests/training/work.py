@@ -121,7 +121,7 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
     monkeypatch.setattr(run.watch.model_gradient, "begin", lambda *_: Checked({}))
     reference = reference_of(run)
     with ExitStack() as hooks:
-        for model in (run._causal(), *([reference] if reference is not None else [])):
+        for model in (run.loop.policy().model, *([reference] if reference is not None else [])):
             hooks.enter_context(model.base_model.register_forward_pre_hook(forward))
         yield work
     passes = len(work.learning) + len(work.looking)

@@ -1,6 +1,6 @@
 """Explains a gap between reported log-probs and the model's: the same ids are scored with one thing changed at a time.
 
-The change that makes the gap vanish is the cause. `findings.py` calls this with the rollouts whose gap is largest.
+The change that makes the gap vanish is the cause. The rollouts whose gap is largest are scored.
 """
 
 from __future__ import annotations

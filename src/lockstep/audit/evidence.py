@@ -1,6 +1,6 @@
 """Scores rollouts with the model, one plain forward per rollout: what the log-probs would be, and what the draws proof needs.
 
-`findings.py` compares these values with the log-probs that the dump reports.
+These values are compared with the log-probs that the dump reports.
 """
 
 from __future__ import annotations

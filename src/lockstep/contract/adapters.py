@@ -1,4 +1,4 @@
-"""The part of an engine that receives adapters alone. `sync/adapters/push.py` calls it in this order:
+"""The part of an engine that receives adapters alone. It is called in this order:
 
     begin → reserved: (the base model, if the engine holds another one) → load → read_back → commit
 
@@ -36,7 +36,7 @@ class AdapterLimits:
 
 
 class AdapterReceiver(Protocol):
-    """An engine that receives adapters. `sync/adapters/push.py` calls it."""
+    """An engine that receives adapters."""
 
     @property
     def limits(self) -> AdapterLimits | None:

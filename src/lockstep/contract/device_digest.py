@@ -31,7 +31,7 @@ _ROW, _LEVELS = 4096, 4
 # Two numbers of 64 bits per row.
 _LANES = 2
 # Bytes of a tensor that are multiplied at a time. Their products take four times this memory.
-_CHUNK = 8 << 20
+CHUNK = 8 << 20
 KEY_BITS = 128
 
 Named = tuple[str, torch.Tensor]
@@ -92,7 +92,7 @@ def _content(tensor: torch.Tensor, multipliers: torch.Tensor) -> torch.Tensor:
     """(2,) int64: the digest of the bytes alone."""
     words = tensor.contiguous().flatten().view(torch.uint8)
     for level in multipliers:
-        parts = [_row_sums(part, level) for part in words.split(_CHUNK)]
+        parts = [_row_sums(part, level) for part in words.split(CHUNK)]
         rows = parts[0] if len(parts) == 1 else torch.cat(parts)
         if len(rows) == 1:
             return rows[0]

@@ -1,7 +1,7 @@
 """Turns a model's logits into the distribution that a request samples from, in vLLM's order of steps.
 
-The transformers engine and the proofs that score again use it, one row at a time. Where transformers has a logits processor for a
-step, this module uses it. The order of steps is the order in vLLM's class `Sampler` (0.32.0):
+It serves the transformers engine and the proofs that score again, one row at a time. Where transformers has a logits
+processor for a step, this module uses it. The order of steps is the order in vLLM's class `Sampler` (0.32.0):
 
 1. grammar, 2. allowed ids, 3. bad words, 4. minimum length, 5. logit bias, 6. penalties: repetition, then frequency and presence,
 7. temperature, 8. min-p, 9. top-k, 10. top-p.

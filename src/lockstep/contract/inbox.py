@@ -4,6 +4,18 @@ Requests come from the thread of an event loop. The engine takes them in its own
 steps. It answers each request as soon as its completion is finished. The inbox matches answers to requests by key, and checks each
 answer before it hands the completion over: no caller can forget it. When the engine asks for requests, its thread also does what
 programs have handed to it (`Errands`).
+
+Proof `echo`, `keys`, `logprobs`.
+Shows: every request has one answer, to the ids that were sent, with one finite log-prob per token; checked in the
+engine and again where answers become groups.
+Does not show: that the answer was computed from those ids (the gap shows this).
+When: every request.
+
+Proof `version`.
+Shows: every token was sampled by the weights that were pushed last (with `max_staleness`: by weights that were
+pushed, and never by older weights than those of the previous token).
+Does not show: that those weights are right.
+When: every request.
 """
 
 from __future__ import annotations
@@ -33,10 +45,10 @@ from lockstep.tokens.tokenizer import check_embedded
 class Errands:
     """Work that programs hand to the thread in which their engine is served, because it belongs into that thread.
 
-    Python lets only the main thread handle signals, and many objects, such as a connection to SQLite, belong to the thread that
-    made them. Therefore plain tools and environments run in the thread that calls the engine
-    (`rollouts/programs/workers.py`), as reward functions do. That thread does the work between two steps of the engine, in the
-    order in which it came. Any thread hands it in.
+    Python lets only the main thread handle signals, and many objects, such as a connection to SQLite, belong to the
+    thread that made them. Therefore plain tools and environments run in the thread that calls the engine, as reward
+    functions do. That thread does the work between two steps of the engine, in the order in which it came. Any thread
+    hands it in.
 
     Attributes:
         changed: notified about each piece of work. An inbox waits on it for requests and for work together.

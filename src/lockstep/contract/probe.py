@@ -1,8 +1,8 @@
 """The module probe: a description of the engine's modules, and the inputs that engine and trainer give to them.
 
-The engine computes the outputs of its modules for these inputs. `watch/modules.py` computes the same outputs from the
-trainer's weights and compares them. Trainer and engine exchange only names, seeds and short vectors, so that the same probe works
-within one process and over a network.
+The engine computes the outputs of its modules for these inputs. The proof computes the same outputs from the trainer's
+weights and compares them. Trainer and engine exchange only names, seeds and short vectors, so that the same probe
+works within one process and over a network.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The protocol of every engine: its requests, its answers, and how it receives weights.
 
-`rollouts/driver.py` puts requests into an inbox (`contract/inbox.py`), and engines put the completions back, by key.
-`sync/push.py` sends weights. It calls the methods of `WeightReceiver` in the same order for all engines.
+Requests go into an inbox, and engines put the completions back, by key. A push calls the methods of `WeightReceiver`
+in the same order for all engines.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Completion(ArrayFields):
         logprobs: (N,) float32 log-prob of each sampled token under the sampling distribution (natural logarithm).
         weight_versions: (N,) int64 version of the weights that sampled each token.
         finish_reason: why the engine ended the completion: `stop` for an end token or stop string, `length` for the token limit.
-        sampled: (N,) bool, whether each id was sampled. The other ids were inserted (`rollouts/conversation.py`). Their
+        sampled: (N,) bool, whether each id was sampled. The other ids were inserted. Their
             probability is 1, and their log-prob is 0. None: all ids were sampled.
         kept_ids: one set of ids for each sampled token, in order: the ids whose probability was above 0 when the engine sampled
             the token. None: the request has no filter that depends on the logits (`Sampling.is_filtered`).
@@ -136,7 +136,7 @@ class EngineSettings:
         normalises_pixels: whether the engine normalises pixels itself. Pixels that are already normalised would then be wrong.
         second_runner: whether vLLM computes with its second model runner, which it uses on GPUs.
         searches_top_p: whether the engine searches the edge of top-p instead of sorting, so that it comes only near to it.
-        request_limits: the largest number of ids that one request may name, per setting (`contract/inbox.py`).
+        request_limits: the largest number of ids that one request may name, per setting.
     """
 
     engine: str
@@ -164,7 +164,7 @@ OnAnswer = Callable[[Completion], None]
 
 
 class WeightReceiver(Protocol):
-    """The part of an engine that receives weights. Only `sync/push.py` calls it."""
+    """The part of an engine that receives weights."""
 
     @property
     def wire_dtype(self) -> torch.dtype | None:

@@ -1,7 +1,7 @@
 """The sampling settings of a request, with the names and meanings of vLLM's sampling parameters.
 
-`training/config/sampling.py` makes them from a run's config. Engines sample with these settings, and the trainer scores the same
-distribution. `contract/filters.py` says in which order the settings are applied.
+They are made from a run's config. Engines sample with these settings, and the trainer scores the same distribution.
+The order in which the settings are applied is that of vLLM.
 """
 
 from __future__ import annotations

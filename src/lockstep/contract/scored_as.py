@@ -1,7 +1,7 @@
 """A sampling distribution as a proof scores it, and the distributions that an engine may have used by mistake.
 
-`watch/rescoring.py` scores completions under a distribution. If a gap fails, `watch/gap_explained.py` tries the
-others. The one that makes the gap vanish says which setting only one side has applied.
+A proof scores completions under a distribution. If a gap fails, the others are tried. The one that makes the gap
+vanish says which setting only one side has applied.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Descriptions of tensors: name, dtype, shape, and a digest of all bytes. Sender and receiver of a push use the same code.
 
-`sync/source.py` describes the tensors that are sent, and each engine describes the tensors that arrive. `sync/push.py` compares the
+The trainer describes the tensors that are sent, and each engine describes the tensors that arrive. A push compares the
 two descriptions. There are two kinds of digests, and each digest tells its kind:
 
 - xxh3, of bytes in main memory. It reads 540 MB in 0.02 s on two cores, so that it can cover every byte of every push.
@@ -37,7 +37,7 @@ _POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
 
 # Bytes of a group of tensors. The tensors of a group are digested while the caller uses them. A group of this size keeps both
 # threads busy. It also bounds the memory of tensors that are made only for the push.
-_GROUP_BYTES = 16 << 20
+GROUP_BYTES = 16 << 20
 
 # Bytes of a GPU's tensor that are on the host at a time, per thread.
 _PINNED_BYTES = 32 << 20
@@ -233,7 +233,7 @@ def described(
 ) -> Iterator[Named]:
     """Yield the same tensors, and append their descriptions to `specs`, some of which are still being made (`finished`).
 
-    `specs` is complete when the iterator ends. The iterator reads up to `_GROUP_BYTES` ahead.
+    `specs` is complete when the iterator ends. The iterator reads up to `GROUP_BYTES` ahead.
 
     Args:
         to_host: yield tensors of a GPU as copies in main memory. The copies are digested.
@@ -242,7 +242,7 @@ def described(
     held: list[Named] = []
     for name, tensor in tensors:
         held.append((name, tensor))
-        if sum(t.nbytes for _, t in held) >= _GROUP_BYTES:
+        if sum(t.nbytes for _, t in held) >= GROUP_BYTES:
             yield from _described(held, specs, to_host, like)
     yield from _described(held, specs, to_host, like)
 

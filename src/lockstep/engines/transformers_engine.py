@@ -48,7 +48,7 @@ from lockstep.tokens.end import end_ids
 from lockstep.tokens.kept_ids import KeptIds
 
 # Rows of logits that `score` holds at a time: 78 MB with a vocabulary of 152,000.
-_SCORED_ROWS = 128
+SCORED_ROWS = 128
 
 
 @dataclass(slots=True)
@@ -94,30 +94,30 @@ class TransformersEngine:
     ) -> None:
         with foreign_errors(f"transformers cannot load {model}", InputError):
             kind = model_class(load_files(AutoConfig, model))
-            self._model: PreTrainedModel = load_files(kind, model, dtype=dtype).eval()
-        if getattr(self._model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            self.model: PreTrainedModel = load_files(kind, model, dtype=dtype).eval()
+        if getattr(self.model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             # PyTorch's attention cannot cap scores, and transformers would leave the cap out.
-            self._model.set_attn_implementation("eager")
+            self.model.set_attn_implementation("eager")
         if torch.cuda.is_available():
-            self._model.to("cuda")
-        self._model.requires_grad_(False)
+            self.model.to("cuda")
+        self.model.requires_grad_(False)
         self._fp32_head = fp32_head
         if fp32_head:
-            head = self._model.get_output_embeddings()
+            head = self.model.get_output_embeddings()
             head.forward = partial(fp32_head_product, head)
         self._name = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs or 64
         self._timeout = timeout
-        self._keeps_state = keeps_state(self._model.config)
+        self._keeps_state = keeps_state(self.model.config)
         self._version: int | None = None
         self._held = HeldWeights()
         # For requests that name no end tokens.
-        self._end_ids = end_ids(self._model, tokenizer)
+        self._end_ids = end_ids(self.model, tokenizer)
         self._compilers: dict[tuple[int, ...], GrammarCompiler] = {}
         # Without this line, `generate` would use the model's own defaults (for example a repetition penalty).
-        self._model.generation_config = GenerationConfig()
+        self.model.generation_config = GenerationConfig()
 
     @property
     def version(self) -> int | None:
@@ -127,16 +127,16 @@ class TransformersEngine:
         return EngineSettings(
             engine="transformers",
             model=self._name,
-            architecture=type(self._model).__name__,
-            dtype=self._model.dtype,
-            head_dtype=torch.float32 if self._fp32_head else self._model.get_output_embeddings().weight.dtype,
+            architecture=type(self.model).__name__,
+            dtype=self.model.dtype,
+            head_dtype=torch.float32 if self._fp32_head else self.model.get_output_embeddings().weight.dtype,
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
             logprobs_mode="processed_logprobs",
             prefix_caching=False,
             async_scheduling=False,
             quantization=None,
-            model_config=fields_of_parts(self._model.config.get_text_config(), self._model.config),
+            model_config=fields_of_parts(self.model.config.get_text_config(), self.model.config),
             kept_ids=True,
             structured_outputs=GRAMMAR_BACKEND,
         )
@@ -205,7 +205,7 @@ class TransformersEngine:
 
     @property
     def _vocab_size(self) -> int:
-        return int(self._model.get_input_embeddings().weight.shape[0])
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @foreign_errors("transformers failed while it sampled")
     @torch.no_grad()
@@ -219,12 +219,12 @@ class TransformersEngine:
             ids[i, longest - len(prompt) :] = prompt
             mask[i, longest - len(prompt) :] = 1
         budget = max(row.request.sampling.max_tokens for row in rows)
-        ids, pictures = ids.to(self._model.device), [row.request.pictures for row in rows]
-        self._model.generate(
+        ids, pictures = ids.to(self.model.device), [row.request.pictures for row in rows]
+        self.model.generate(
             ids,
-            attention_mask=mask.to(self._model.device),
+            attention_mask=mask.to(self.model.device),
             generation_config=GenerationConfig(max_new_tokens=budget, do_sample=False, pad_token_id=pad),
-            logits_processor=LogitsProcessorList([_SampleRows(rows, pad)]),
+            logits_processor=LogitsProcessorList([SampleRows(rows, pad)]),
             stopping_criteria=StoppingCriteriaList([_RowsDone(rows, self._tokenizer, deadline)]),
             **(model_inputs(pictures, ids) if any(pictures) else {}),
         )
@@ -244,11 +244,11 @@ class TransformersEngine:
         )
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
-        return list_modules(self._model, checkpoint_names)
+        return list_modules(self.model, checkpoint_names)
 
     @torch.no_grad()
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
-        found = [output_of(name, self._model.get_submodule(name), seed, every).float() for name in names]
+        found = [output_of(name, self.model.get_submodule(name), seed, every).float() for name in names]
         return dict(zip(names, on_host(found), strict=True))
 
     def codes(self, names: Sequence[str]) -> dict[str, str]:
@@ -261,16 +261,16 @@ class TransformersEngine:
     @torch.no_grad()
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         check_scoring(sequences, self._version, self._max_model_len)
-        head = self._model.get_output_embeddings()
+        head = self.model.get_output_embeddings()
         rows: list[torch.Tensor] = []
         for ids in sequences.values():
-            row = sent(torch.tensor(ids), self._model.device)[None]
-            hidden = self._model.base_model(input_ids=row[:, :-1], use_cache=False).last_hidden_state[0]
+            row = sent(torch.tensor(ids), self.model.device)[None]
+            hidden = self.model.base_model(input_ids=row[:, :-1], use_cache=False).last_hidden_state[0]
             found: list[torch.Tensor] = []
             # Compute a few rows at a time, because the logits of a long sequence may not fit into memory.
-            for states, targets in zip(hidden.split(_SCORED_ROWS), row[0, 1:].split(_SCORED_ROWS), strict=True):
+            for states, targets in zip(hidden.split(SCORED_ROWS), row[0, 1:].split(SCORED_ROWS), strict=True):
                 # Mamba adds its layers up in float32, whatever its dtype is.
-                logits = transformed_logits(self._model.config.get_text_config(), head(states.to(head.weight.dtype)))
+                logits = transformed_logits(self.model.config.get_text_config(), head(states.to(head.weight.dtype)))
                 found.append(logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0])
             rows.append(torch.cat(found))
         scores = {name: tuple(found.tolist()) for name, found in zip(sequences, on_host(rows), strict=True)}
@@ -282,7 +282,7 @@ class TransformersEngine:
         self._held.open()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
-        own = {p.name: p.tensor for p in checkpoint_tensors(self._model, dict(self._model.named_parameters()))}
+        own = {p.name: p.tensor for p in checkpoint_tensors(self.model, dict(self.model.named_parameters()))}
         told: list[TensorSpec | Begun] = []
         if self._held.accepts_base(base):
             for name, tensor in described(((name, tensor) for name, tensor in tensors if name in own), told):
@@ -305,10 +305,10 @@ class TransformersEngine:
 
     def close(self) -> None:
         self._version = None
-        self.__dict__.pop("_model", None)
+        self.__dict__.pop("model", None)
 
 
-class _SampleRows(LogitsProcessor):
+class SampleRows(LogitsProcessor):
     """Samples the next token of every unfinished row, and sets all other logits to −inf. The greedy choice of transformers then
     takes the sampled token."""
 

@@ -1,6 +1,6 @@
 """The engine's part of the module probe for the transformers engine: its modules, and their outputs for the probe inputs.
 
-`engines/transformers_engine.py` calls it with its own copy of the model. `engines/vllm/port/probe.py` does the same for vLLM.
+It reads the engine's own copy of the model. `engines/vllm/port/probe.py` does the same for vLLM.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """An engine for another program's trainer. Every push is proven, every answer is checked, and a lost engine gets its weights
 again.
 
-`integrations/trl.py` uses it on the rank that holds the engine. The proofs are those of `watch/engine.py`,
-without a config and without the parity gap of the optimizer step, which only the trainer can measure. The canary after every push
-stands in for it.
+It works on the rank that holds the engine. The proofs are those of `watch/engine.py`, without a config and without the
+parity gap of the optimizer step, which only the trainer can measure. The canary after every push stands in for it.
 """
 
 from __future__ import annotations

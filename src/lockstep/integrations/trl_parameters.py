@@ -1,6 +1,6 @@
 """Checks which of TRL's parameters, models and kinds of training the engines here support. Others are refused by name.
 
-The constructor of `integrations/trl.py` calls it. These are pure functions, and every rank calls them with its own arguments.
+These are pure functions of each rank's own arguments.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One rollout while it is being made: the ids so far, each marked as sampled or inserted.
 
 A program is a coroutine that makes one rollout: it asks for the next turn, inserts ids, or starts a branch. The driver
-(`rollouts/driver.py`) runs many programs at once, passes their requests to the engine, and makes a `Rollout` of each
-conversation when its program has returned.
+runs many programs at once, passes their requests to the engine, and makes a `Rollout` of each conversation when its
+program has returned.
 """
 
 from __future__ import annotations

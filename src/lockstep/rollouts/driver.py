@@ -71,7 +71,7 @@ class Driver:
         self.engine, self._calls, self._check = engine, calls, check
         self._errands = calls.errands if calls is not None else Errands()
         self._decode = decoding(tokenizer)
-        self._loop = CallLoop("lockstep-programs")
+        self.loop = CallLoop("lockstep-programs")
 
     def __enter__(self) -> Driver:
         return self
@@ -144,7 +144,7 @@ class Driver:
             if on_rollout is not None:
                 on_rollout(rollout)
 
-        programs = self._loop.start(
+        programs = self.loop.start(
             _all([one(start) for start in starts], inbox), lambda _: {start.key: found[start.key] for start in starts}
         )
         running = Running(self.engine, inbox, programs, found)
@@ -160,14 +160,14 @@ class Driver:
 
         An error of this wait is raised. If the time limit passes, the engine goes on.
         """
-        reactions = self._loop.start(_reactions(self._calls), lambda none: none)
+        reactions = self.loop.start(_reactions(self._calls), lambda none: none)
         self._errands.do_during(reactions, _SETTLING)
         if reactions.done():
             reactions.result()
 
     def close(self) -> None:
         """End the thread of the programs. May be called twice."""
-        self._loop.close()
+        self.loop.close()
 
 
 class Running:

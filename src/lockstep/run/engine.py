@@ -1,6 +1,6 @@
 """Starts or finds the engine that a config asks for, and checks its settings.
 
-Comes from: `OnlineConfig` and the policy. Goes to: `run/source.py`. Training chooses between engines only here.
+Comes from: `OnlineConfig` and the policy. Goes to: the source of rollouts. Training chooses between engines only here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Builds the command line and the environment of vLLM's own server. They contain the options that training needs, and the guard.
 
-`cli/serve.py` calls these functions, and `server/supervisor.py` runs the command.
+The supervisor runs the command.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The key that trainer and server share. It is in a file that only its owner can read.
 
-`lockstep serve` makes the key when it starts, or the user gives one. The guard inside the server and every call of a trainer use
-it.
+`lockstep serve` makes the key when it starts, or the user gives one. Both the guard inside the server and every call
+of a trainer need it.
 """
 
 from __future__ import annotations

@@ -16,6 +16,17 @@ Engines and transports read it once.
 - Everything is sent if the last push was not proven (`LastPush.forget`), or if the engine does not hold it.
 
 The manifest describes all tensors of the version, also those that are not sent.
+
+Proof `manifest`, `digest`.
+Shows: names, dtypes, shapes and bytes that arrived are those that were sent, and every parameter of the engine
+received values.
+Does not show: what the engine did with them afterwards.
+When: every push.
+
+Proof `caches`.
+Shows: the engine confirmed that it holds nothing that was computed from older weights.
+Does not show: that the confirmation is true (the gap shows this).
+When: every push.
 """
 
 from __future__ import annotations
@@ -309,12 +320,12 @@ class SyncRecord:
 
 
 # The record of the last push to each engine. Entries of engines that no longer exist disappear.
-_LAST_PUSHES: weakref.WeakKeyDictionary[WeightReceiver, LastPush] = weakref.WeakKeyDictionary()
+LAST_PUSHES: weakref.WeakKeyDictionary[WeightReceiver, LastPush] = weakref.WeakKeyDictionary()
 
 
 def forget_push(engine: WeightReceiver) -> None:
     """Send everything in the engine's next push, because the last version was not proven."""
-    _LAST_PUSHES.setdefault(engine, LastPush()).forget()
+    LAST_PUSHES.setdefault(engine, LastPush()).forget()
 
 
 class SleepingEngine(WeightReceiver, Protocol):
@@ -332,7 +343,7 @@ def let_sleep(engine: SleepingEngine) -> None:
 
 def drop_record(engine: WeightReceiver) -> None:
     """Free the record of an engine that gets no further push."""
-    _LAST_PUSHES.pop(engine, None)
+    LAST_PUSHES.pop(engine, None)
 
 
 def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
@@ -354,7 +365,7 @@ def push_weights(model: torch.nn.Module, engine: WeightReceiver, version: int) -
     if type(version) is not int or not 0 <= version < 1 << 63:
         raise InputError(f"version={version!r}; a weight version must be a whole number from 0 to 2^63 - 1")
     start = time.perf_counter()
-    source, last_push = weights_of(model), _LAST_PUSHES.setdefault(engine, LastPush())
+    source, last_push = weights_of(model), LAST_PUSHES.setdefault(engine, LastPush())
     update, in_full = Update(source, engine.wire_dtype, last_push), ""
     with one_push(key_for(model.parameters()), remembers=update.is_model_memory), torch.no_grad():
         try:

@@ -1,18 +1,15 @@
-"""The proofs of a training run, in the order in which a step meets them, and the receipt that they leave.
+"""The watch of an engine: the proofs of its pushes and answers, and the receipt that all proofs leave.
 
 | when | proofs |
 |------|--------|
-| start, before anything is sampled (an evaluation too) | engine settings, one push with a probe of every module, the canary |
-| every push | transport digest, acknowledgement, cache reset, version, a probe of some modules |
-| every answer | its request is what the user has asked for; it ended where its request says, for the reason that the engine gives |
-| every generation | no two requests have one seed; the samples of a group are independent draws, together and in pairs |
-| every generation, with filters | kept ids are those of the run's filters, at drawn tokens |
-| every optimizer step, before the optimizer | the parity gap over all sampled tokens; the tokens are draws from what was reported |
-| every evaluation | the same, over drawn completions |
+| start, before anything is sampled (an evaluation too) | one push with a probe of every module, and the canary |
+| every push | those of `watch/push.py` |
+| every answer | `settings`, `limits`, `ends` |
+| every generation | `samples`, `limits`, `interruption` |
+| every generation, with `max_staleness` | `staleness`; drawn tokens are asked again, and compared ahead (`watch/ahead.py`) |
+| every optimizer step, before the optimizer; every evaluation | `gap`, `draws`, `kept_ids` (the mean) |
 
-With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not, and staleness
-is bounded. `watch/ahead.py` proves the others. The checks themselves are in `watch/`. Trainers and `lockstep
-verify` call them through this module.
+With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not.
 """
 
 from __future__ import annotations
@@ -414,7 +411,8 @@ class Proofs:
             gap, draws, kept_sets: over their tokens.
 
         Raises:
-            ProofError: as in `check_gap` and `check_draws`.
+            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from the distributions whose
+                log-probs were reported.
         """
         with self._clock.phase("verify"):
             check_count(gap, sum(len(c.sampled_places) for c in completions), version)

@@ -1,8 +1,9 @@
 """Which ids min-p, top-k and top-p keep, within the rounding of the logits: ids that are surely kept, and ids that may be kept.
 
-Engine and trainer compute logits that differ by rounding. Therefore an id at the edge of a set may be in one set and not in the
-other. `watch/kept_sets.py` compares an engine's set with these bounds. The order of the filters is that of
-`contract/filters.py`. Every filter keeps the likeliest ids. Therefore two edges describe what it does for any rounding.
+Engine and trainer compute logits that differ by rounding. Therefore an id at the edge of a set may be in one set and
+not in the other. An engine's set is compared with these bounds. The order of the filters is that of
+`contract/filters.py`. Every filter keeps the likeliest ids. Therefore two edges describe what it does for any
+rounding.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The error of a parity gap that is over a limit: where the gap comes from, and which server's answers have it.
 
-Comes from: `watch/engine.py`, when a gap is over a limit. Gives back: the error, which ends the run. The trainer
-scores a few completions again in other ways (`watch/gap_explained.py`).
+The error ends the run. The trainer scores a few completions again in other ways.
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
 """The settings handshake: compares the engine's actual settings with the settings that training assumes.
 
-The settings come from `Engine.settings()`. The handshake runs at start, before the first push, and after every reconnect.
+The settings come from `Engine.settings()`.
+
+Proof `handshake`.
+Shows: the engine's *effective* model, architecture, dtype, head dtype, vocabulary, context, log-probs mode,
+scheduling, quantisation and sampling defaults are what training assumes; two spellings of one setting are one (a
+window of 0 and none, a rotary factor of 1.0 and none).
+Does not show: that the engine obeys its own settings.
+When: start, before the first push; after every reconnect.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scores of completions by a plain forward: one padded row per completion, no packing, no tree, no recomputation.
 
-`watch/finite_differences.py` takes their differences, in float64 or float32.
+Finite differences are taken of them, in float64 or float32.
 """
 
 from __future__ import annotations

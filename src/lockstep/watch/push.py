@@ -1,8 +1,7 @@
 """A push and its proofs: send the weights, probe the engine's modules, compare the canary.
 
-Every push of a trained model goes through this module: pushes of the training loop, of TRL's trainers (`integrations/`), and of
-users' own trainers (`connection.py`). This module calls `sync/push.py`, `watch/modules.py` and
-`watch/canary.py`, in this order.
+Every push of a trained model goes through this module: pushes of the training loop, of TRL's trainers, and of users'
+own trainers. This module calls `sync/push.py`, `watch/modules.py` and `watch/canary.py`, in this order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,16 @@
-"""Proof that all ranks train the same weights, and that shards are as they must be."""
+"""Proof that all ranks train the same weights, and that shards are as they must be.
+
+Proof `ranks`.
+Shows: all trainer processes hold the same weights, byte for byte (only with several processes).
+Does not show: that the engine holds them (the push shows this).
+When: every generation; reads the weights once.
+
+Proof `shards`.
+Shows: before every push, optimizer step and checkpoint no layer is gathered, and no parameter was replaced (only with
+shards).
+Does not show: what a layer computed while it was gathered.
+When: every push, step and checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -6,16 +6,19 @@
 | `scored` | `rewards` |
 | `taken` | `rows`, `scores` |
 | `referenced` | `reference` (its log-probs) |
-| `prepared` | `learned` (texts and rows); the gap and the draws, if a pass before the first step has scored the tokens |
-| `beginning` | `hooks`, `model_gradient` (a drawn sum) |
+| `prepared` | `learned` (texts and rows); `gap` and `draws`, if a pass before the first step has scored the tokens |
+| `beginning` | `hooks`, `model_gradient` (a drawn sum), `accumulation` (no gradient is left), `update` (nothing was frozen) |
 | `part`, `forward`, `aside` | `learned`, `advantages` |
 | `backward`, `learned` | `loss_gradient` |
-| `compared` | `settings`, `kept_sets`, `forward` (a drawn completion) |
-| `summing`, `summed` | `hooks`; the gap, the draws, `forward` (all tokens that were scored twice) |
-| `accumulated` | `accumulation`, `model_gradient` (a drawn part of the step) |
-| `clipped`, `stepping`, `stepped` | `clip`, `shards`, `optimizer`, `reference` (frozen weights) |
-| `saving` | `optimizer` (nothing has changed since the last step) |
-| `evaluated` | `evaluation`, `rows`; the gap, the draws, `kept_sets` |
+| `compared` | `temperature`, `kept_ids`, `forward` (a drawn completion) |
+| `summing` | `hooks` |
+| `summed` | `gap`, `draws`, `kept_ids` (the mean), `forward` (all tokens that were scored twice) |
+| `accumulated` | `accumulation`, `update` (every tensor has a gradient), `model_gradient` (a drawn part of the step) |
+| `clipped` | `clipping` (the norm) |
+| `stepping` | `shards`, `clipping`, `learning_rate` |
+| `stepped` | `update`, `reference` (frozen weights) |
+| `saving` | `checkpoint` (nothing has changed since the last step) |
+| `evaluated` | `evaluation`, `rows`, `gap`, `draws`, `kept_ids` |
 
 What the engine is asked and answers is proven by `watch/engine.py`.
 """
@@ -36,7 +39,6 @@ from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.sync.live import check_same_parameters
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.events import Evidence
-from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.objective import Objective, Scores, TokenBatch
 from lockstep.training.step.distributed import share_of
@@ -74,7 +76,6 @@ class RunWatch:
         state: gives the trainer's state; its `global_step` is the weight version.
         note: logs figures of a step.
         settings: what the user has asked for.
-        rules: the run's sampling distribution.
 
     Attributes:
         update: the proof of the optimizer steps; None while there is no optimizer.
@@ -97,12 +98,11 @@ class RunWatch:
         clock: PhaseClock,
         note: Callable[[Mapping[str, Any]], None],
         settings: SettingsProof,
-        rules: IdRules,
     ) -> None:
         self._objective, self._config, self._engine = objective, objective.config, engine
         self._policy, self._trained, self._state = policy, trained, state
         self._ranks, self._clock, self._note = ranks, clock, note
-        self._settings, self._rules = settings, rules
+        self._settings = settings
         self.update: UpdateProof | None = None
         self.frozen: FrozenWeights | None = None
         self.hooks = HeldHooks(lambda: standing(trained(), policy().backward))
@@ -130,9 +130,9 @@ class RunWatch:
         return self._state().global_step
 
     def evidence(self) -> TokenEvidence:
-        sets = None
-        if self._rules.sampling.is_filtered:
-            sets = KeptSetProof(self._rules.distribution, self._engine.limit, self._engine.searches_top_p)
+        sets, rules = None, self._policy().rules
+        if rules is not None and rules.sampling.is_filtered:
+            sets = KeptSetProof(rules.distribution, self._engine.limit, self._engine.searches_top_p)
         return TokenEvidence(DrawnRows(self._settings, sets, self._config.precision))
 
     # ---- a generation -----------------------------------------------------------------------------------------------

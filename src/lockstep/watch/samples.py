@@ -1,9 +1,17 @@
 """Checks that the samples of a group are independent draws.
 
-With one seed for all requests, all completions of a group are equal (fault A5), and the advantages are always zero. With equal
-seeds in pairs, a group has half as many completions as it seems. A very certain model may rightly repeat itself. So the check
-computes the probability of the repetition under the engine's own log-probs (in which inserted tokens have probability 1). Seeds
-that are equal before anything is sampled are refused (`run/source.py` asks).
+With one seed for all requests, all completions of a group are equal (fault A5), and the advantages are always zero.
+With equal seeds in pairs, a group has half as many completions as it seems. A very certain model may rightly repeat
+itself. So the check computes the probability of the repetition under the engine's own log-probs (in which inserted
+tokens have probability 1).
+
+Proof `samples`.
+Shows: no two requests of a generation have one seed, and no prompt has a seed again at another version; the
+completions of a group (all branches of each rollout) are independent draws: a repetition of all, or a common
+beginning of two, is refused if its probability by the engine's own log-probs is below 1e-9 per generation.
+Does not show: repetitions of a very confident model, which are correct; an engine that gives requests of different
+prompts the same random numbers.
+When: every generation.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def methods_config() -> Any:
 
 def test_the_definition_names_optimizers_that_transformers_has() -> None:
     known = {member.value for member in OptimizerNames}
-    assert {*definition._ADAMW, *definition._LION, *definition._OTHERS} <= known
+    assert {*definition.ADAMW, *definition.LION, *definition.OTHERS} <= known
 
 
 # ---- faults at the start ------------------------------------------------------------------------------------------------------

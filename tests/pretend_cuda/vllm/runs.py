@@ -332,7 +332,7 @@ def server() -> dict[str, Any]:
         trainer = make("GRPO", model_folder(), FOLDER / "server", None, fields)  # type: ignore[arg-type]
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
-        device, transport = str(trainer.model.device), type(trainer.engine._transport._used).__name__
+        device, transport = str(trainer.model.device), type(trainer.engine.transport.used).__name__
         trainer.close()
         gap = max(log["parity/max_abs_gap"] for log in logs)
         crossed = in_flight(f"{url}{port}")

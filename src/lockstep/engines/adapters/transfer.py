@@ -1,6 +1,6 @@
 """The calls by which a transport sends an adapter to the workers of one engine. The engine's own weights do not change.
 
-`engines/adapters/servers.py` uses it for servers, `engines/vllm/workers/processes.py` for worker processes beside the trainer.
+It works for servers and for worker processes beside the trainer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pauses servers at the beginning of a push. Their running requests stay, and go on after the commit of the new weights.
 
-`engines/http/vllm_server.py` begins the pauses, and waits for them while its transport sends the weights.
+A push begins the pauses, and waits for them while its transport sends the weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks of servers before a trainer uses them: they are healthy, have the options that training needs, and have equal settings.
 
-`engines/http/vllm_server.py` makes these checks at its start, after a server was lost, and when a server joins.
+The checks are made at the start, after a server was lost, and when a server joins.
 """
 
 from __future__ import annotations

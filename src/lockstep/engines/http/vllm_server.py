@@ -75,10 +75,10 @@ class VLLMServer:
         key_now: Callable[[str], str | None] = lambda url: None,
     ) -> None:
         self._timeout, self._generation_timeouts, self._choose = timeout, generation_timeouts, transport
-        self._loop = CallLoop()
+        self.loop = CallLoop()
         self.servers = ServerSet(
             [
-                ServerCalls(url, key, timeout, self._loop, self.recover, partial(key_now, url))
+                ServerCalls(url, key, timeout, self.loop, self.recover, partial(key_now, url))
                 for url, key in zip(urls, keys, strict=True)
             ]
         )
@@ -92,13 +92,13 @@ class VLLMServer:
         self._stamps: dict[str, int] = {}
         parts = EngineParts(self.servers, self._lost, timeout, self._refuse_requests, self._open_requests)
         self.adapters = ServerAdapters(parts, transport, run, self.session)
-        self._requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
+        self.requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
         self._committed: list[int] = []
-        self._transport: WeightTransport | None = None
+        self.transport: WeightTransport | None = None
         try:
             self.servers.greet(timeout, self._closed)
             self._settings, self._wire_dtype = self.servers.agreed()
-            self._transport = transport(self._servers)
+            self.transport = transport(self._servers)
         except EngineLost as lost:
             # Nothing can be recovered yet. If a healthy server has refused a call, its workers do not have our methods.
             self.close()
@@ -149,7 +149,7 @@ class VLLMServer:
             return lambda: self._committed[since:]
 
         limit = self._timeout * self._generation_timeouts
-        self._requests.serve(inbox, self._loop, begin, limit, self._settings.vocab_size)
+        self.requests.serve(inbox, self.loop, begin, limit, self._settings.vocab_size)
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         return self.submit_scores(sequences).result()
@@ -170,7 +170,7 @@ class VLLMServer:
             return scores
 
         stamp = self._stamp(self._committed[-1])
-        return self._loop.start(self._requests.score(list(sequences.values()), stamp, limit or self._timeout), checked)
+        return self.loop.start(self.requests.score(list(sequences.values()), stamp, limit or self._timeout), checked)
 
     # ---- proofs -----------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class VLLMServer:
 
     def server_of(self, key: RequestKey) -> str:
         """URL of the server that has answered a request; empty if the request is too old."""
-        return self._requests.answered.get(key[:2], "")
+        return self.requests.answered.get(key[:2], "")
 
     def _prefix(self, number: int) -> str:
         """Prefix of the names of a server's modules; empty if there is only one server."""
@@ -246,9 +246,9 @@ class VLLMServer:
         self._pauses.begin()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
-        assert self._transport is not None
+        assert self.transport is not None
         try:
-            self._transport.send(tensors, self._servers, base)
+            self.transport.send(tensors, self._servers, base)
         except BaseException as error:
             self._pauses.wait()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
@@ -318,10 +318,10 @@ class VLLMServer:
             ProofError: a server came back with other settings.
         """
         self._version = None
-        self._requests.forget_pictures()
+        self.requests.forget_pictures()
         self.adapters.forget()
-        if self._transport is not None:
-            self._transport.forget()
+        if self.transport is not None:
+            self.transport.forget()
         before = self._settings
         self._await_all()
         self._settings, self._wire_dtype = self.servers.agreed()
@@ -369,12 +369,12 @@ class VLLMServer:
     def _forget_agreements(self) -> None:
         """Make the next push agree on its transport again, because the engine has other servers now."""
         self.adapters.forget_servers()
-        if self._transport is not None:
-            self._transport.forget()
+        if self.transport is not None:
+            self.transport.forget()
 
     def healthy(self, urls: Collection[str]) -> list[str]:
         """The URLs, of servers outside this engine, at which a server says within a second that it is healthy."""
-        return self.servers.healthy(urls, self._loop)
+        return self.servers.healthy(urls, self.loop)
 
     def name_versions_as(self, other: VLLMServer) -> None:
         """Name weight versions and adapters as another engine does. After one push this engine's servers can then join it.
@@ -395,13 +395,13 @@ class VLLMServer:
             order: URLs of all servers. Of servers with the same load, the first one in this order gets a prompt.
         """
         assert (other.session, other.version) == (self.session, self.version)
-        come = [server.of_engine(self._timeout, self._loop, self.recover) for server in other.servers.all]
+        come = [server.of_engine(self._timeout, self.loop, self.recover) for server in other.servers.all]
         # Servers on another machine may need another transport. If they cannot have it, nothing has changed.
-        transport, before = self._choose([*self._servers, *come]), self._transport
+        transport, before = self._choose([*self._servers, *come]), self.transport
         other.adapters.use_none()
         self.servers.add(come, order)
         self._forget_agreements()
-        self._transport = transport
+        self.transport = transport
         if before is not None:
             before.close()
 
@@ -410,7 +410,7 @@ class VLLMServer:
         self._version = None
         self.adapters.close()
         self._closed.set()
-        if self._transport is not None:
-            self._transport.close()
-        self._loop.close()
+        if self.transport is not None:
+            self.transport.close()
+        self.loop.close()
         self.servers.close()

@@ -1,6 +1,6 @@
 """The arguments with which Lockstep starts vLLM. They are the same for vLLM in the trainer's process and for a server.
 
-`engines/vllm/in_process.py` gives them to `vllm.LLM`, and `server/command.py` puts them on the command line of vLLM's server.
+They become arguments of `vllm.LLM`, or words of the command line of vLLM's server.
 """
 
 from __future__ import annotations

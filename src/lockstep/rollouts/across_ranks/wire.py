@@ -1,7 +1,6 @@
 """Rollout groups and their scores in JSON types and arrays, and back, for ranks that did not sample or score them.
 
-`run/source.py` sends them through `rollouts/across_ranks/ranks.py`. Prompts are not sent, because every rank has the
-same prompts (`training/data/prompts.py` compares them).
+Prompts are not sent, because every rank has the same prompts (`training/data/prompts.py` compares them).
 """
 
 from __future__ import annotations

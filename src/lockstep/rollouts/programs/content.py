@@ -1,8 +1,7 @@
 """What a tool or an environment gives the model to read: text and pictures, in order.
 
-`rollouts/programs/tools.py` and `rollouts/programs/environments.py` make a `Content` of what the user's code returned. It is made
-in the thread of that code, because a picture is opened and processed there. `rollouts/programs/tool_program.py` puts it into
-messages.
+A `Content` is made of what the user's code returned. It is made in the thread of that code, because a picture is
+opened and processed there. Then it becomes a part of a message.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Evaluates a trainer's policy by sampling: on its evaluation sets, or on other rows.
 
-`run/trainers/online.py` extends the class. The prompts come from `training/data/`, and the rollouts from the loop.
+The prompts come from `training/data/`, and the rollouts from the loop.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class EvaluatesBySampling(TRLNames):
             the names begin with `eval_math_`.
 
         Raises:
-            InputError: there is no evaluation set, or as in `lockstep.training.data.prompts`.
+            InputError: there is no evaluation set, or its rows cannot be prompts.
             ProofError: trainer and engine do not agree, or other rows than those of the evaluation set were evaluated.
         """
         check_open(self._is_closed)
@@ -118,7 +118,8 @@ class EvaluatesBySampling(TRLNames):
             `predictions` are the texts, (rows, completions per row); there are no `label_ids`; `metrics` are those of `evaluate`.
 
         Raises:
-            InputError, ProofError: as in `evaluate`.
+            InputError: there is no evaluation set, or its rows cannot be prompts.
+            ProofError: trainer and engine do not agree, or other rows were evaluated.
         """
         check_open(self._is_closed)
         prompts = [p for own in self._evaluated(test_dataset).values() for p in own]

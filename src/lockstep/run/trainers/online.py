@@ -271,7 +271,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.objective.router_coefficient = router_coefficient(policy, args)
         if ref_model is not None:
             check_reference_model(policy, ref_model)
-        self._rules = IdRules.of_run(sampling_of(args, tokenizer, ends, banned), policy, tokenizer)
+        self.rules = IdRules.of_run(sampling_of(args, tokenizer, ends, banned), policy, tokenizer)
         self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], longest)
         self._order = order_of(self._train_prompts, args, shuffle=args.shuffle_dataset and not data.ordered)
         self._loader = make_loader(self._train_prompts, self._order, args)
@@ -352,7 +352,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self.clock,
             self.step_log.note,
             self.settings,
-            self._rules,
         )
         self.loop = self.loop_class(
             self.objective,

@@ -1,8 +1,8 @@
 """Compares the adapter that a push has sent with the live model: the bytes of the factors A and B, and the forward of the layers.
 
-The source could give an old adapter, or one with a wrong scaling. The engine would receive exactly this adapter, and no comparison
-of the two would find the fault. Therefore this module compares with the layers of the model itself. `sync/adapters/push.py` calls
-it before a version is committed.
+The source could give an old adapter, or one with a wrong scaling. The engine would receive exactly this adapter, and
+no comparison of the two would find the fault. Therefore this module compares with the layers of the model itself. The
+comparison comes before a version is committed.
 """
 
 from __future__ import annotations

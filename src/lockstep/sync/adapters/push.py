@@ -2,9 +2,16 @@
 
     base (only where the engine does not hold it) → adapter → compare what arrived, and what the engine holds → commit the version
 
-`watch/push.py` calls it in place of `sync/push.py`, and proves the result. The engine computes the digest of the base
-weights that it holds. If this digest equals the digest of the model's base weights, the base is not sent. Therefore a second run
-can use a server that already holds the same base. A server that was restarted gets the base again.
+The engine computes the digest of the base weights that it holds. If this digest equals the digest of the model's base
+weights, the base is not sent. Therefore a second run can use a server that already holds the same base. A server that
+was restarted gets the base again.
+
+Proof `adapter`.
+Shows: with `vllm_enable_lora`: A and scaling × B of every layer of the adapter are in the slots that vLLM computes
+with, bit for bit; they are read back from there.
+Does not show: with tensor parallelism nothing is read back; that the layers use the slots (`adapter_probe` shows
+this).
+When: every push.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The two parts of a model with an adapter, each as a source of a push: its base weights, and the adapter alone.
 
-`sync/adapters/push.py` sends the base once and then the adapter alone, to vLLM's own LoRA. The other way is in
-`sync/source.py`: both parts become one merged model. That module also finds the adapted layers, for both ways.
+The base is sent once and then the adapter alone, to vLLM's own LoRA. The other way is in `sync/source.py`:
+both parts become one merged model. That module also finds the adapted layers, for both ways.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A segment of shared memory with two slots that the trainer fills and workers load from, and the counters that order their
 turns.
 
-Both ends of `sync/wire/shared_memory.py` use it. The counters are in front of the slots, so a whole push needs only one call to
-each server. Every wait is bounded, and ends early if the other end is gone or has given up. For `sync/wire/cuda_ipc.py` the segment
-has only the counters, and the one slot is a buffer on a GPU.
+It serves both ends of the shared memory. The counters are in front of the slots, so a whole push needs only one call
+to each server. Every wait is bounded, and ends early if the other end is gone or has given up. For
+`sync/wire/cuda_ipc.py` the segment has only the counters, and the one slot is a buffer on a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Chooses how the bytes of a push reach the servers: through a GPU's memory, through shared memory, over gloo or over NCCL.
 
-`engines/http/vllm_server.py` drives a transport. A transport moves bytes and reports what it placed where. The version, the
+An engine on servers drives a transport. A transport moves bytes and reports what it placed where. The version, the
 acknowledgement and the comparison are the same for all transports (`sync/push.py`).
 """
 
@@ -149,20 +149,20 @@ class WhileItFits:
     """
 
     def __init__(self, first: SharedMemoryTransport, other: Callable[[], WeightTransport], how: str) -> None:
-        self._used: WeightTransport = first
+        self.used: WeightTransport = first
         self._other, self._how = other, how
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
         try:
-            self._used.send(tensors, servers, base)
+            self.used.send(tensors, servers, base)
         except NoRoom as error:
-            self._used.close()
-            self._used = self._other()
+            self.used.close()
+            self.used = self._other()
             _logger.warning(f"{error}. Until then the weights are sent {self._how}, which is slower")
-            self._used.send(tensors, servers, base)
+            self.used.send(tensors, servers, base)
 
     def forget(self) -> None:
-        self._used.forget()
+        self.used.forget()
 
     def close(self) -> None:
-        self._used.close()
+        self.used.close()

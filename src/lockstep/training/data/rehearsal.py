@@ -1,7 +1,7 @@
 """Calls reward functions and judges once before any model is loaded, so that their errors are reported at the start.
 
-A trainer's constructor calls it. The completions are made up: each is the text of the first row's prompt, which any policy could
-sample. The answers are checked and thrown away.
+The completions are made up: each is the text of the first row's prompt, which any policy could sample. The answers are
+checked and thrown away.
 """
 
 from __future__ import annotations

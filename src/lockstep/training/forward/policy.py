@@ -1,6 +1,6 @@
 """Opens the policy and its tokenizer, so that an engine can sample from the policy and the trainer can train it.
 
-The trainer's constructor gives a loaded model or a name. `run/trainers/online.py` uses the result and passes it on.
+The trainer's constructor gives a loaded model or a name.
 """
 
 from __future__ import annotations

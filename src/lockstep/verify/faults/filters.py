@@ -45,7 +45,7 @@ def samples_with(stage: Stage, **given: Any) -> Iterator[None]:
     with user_asks(stage, **{**neutral, "temperature": 1.0, **given}), ExitStack() as stack:
         ends = end_ids(stage.model, stage.tokenizer)
         rules = IdRules.of_run(sampling_of(stage.config, stage.tokenizer, ends), stage.model, stage.tokenizer)
-        stack.enter_context(patch.object(stage.trainer, "_rules", rules))
+        stack.enter_context(patch.object(stage.trainer, "rules", rules))
         stack.enter_context(patch.object(stage.trainer.proofs, "distribution", rules.distribution))
         yield
 

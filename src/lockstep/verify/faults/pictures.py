@@ -82,7 +82,7 @@ def _same_size(stage: Stage) -> Patch:
 
 def _another_resize(stage: Stage) -> Patch:
     """The engine's pictures are those of the data, which were made smaller and larger again before they were processed."""
-    reader = stage.trainer.source._images
+    reader = stage.trainer.source.images
     assert reader is not None
 
     def coarse(image: Image.Image) -> Image.Image:

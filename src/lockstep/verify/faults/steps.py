@@ -51,7 +51,8 @@ def _attends_to_others(stage: Stage) -> Patch:
 
 
 def _needs_tree(stage: Stage) -> str:
-    return "the model learns from plain rows, which hold one completion each" if stage.trainer._plain_rows else ""
+    is_plain = stage.trainer.loop.policy().plain_rows
+    return "the model learns from plain rows, which hold one completion each" if is_plain else ""
 
 
 def _guessed_reason(stage: Stage) -> Patch:

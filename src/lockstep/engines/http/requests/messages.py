@@ -1,7 +1,7 @@
 """Conversions between our types and the JSON of a server: requests, answers, and the acknowledgements of its workers.
 
-These are pure functions, and vLLM need not be installed. `engines/http/vllm_server.py` uses them. They check that an answer belongs
-to its request and that each log-prob belongs to its token. `contract/inbox.py` then checks the content of the answer.
+These are pure functions, and vLLM need not be installed. They check that an answer belongs to its request and that
+each log-prob belongs to its token. `contract/inbox.py` then checks the content of the answer.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ vLLM 0.32.0 can pass such sets from its model runner to its answers (`return_sam
 model runner, which it uses on GPUs, computes the sets for all requests or for none, and demands a `top_k`. Its first one, which it
 uses on CPUs, does not compute them. This module lets both compute the sets of the requests that ask:
 
-- `engines/vllm/plugin.py` calls `carry_kept_ids` in every process of vLLM. The scheduler then passes the sets on.
+- `carry_kept_ids` is called in every process of vLLM. The scheduler then passes the sets on.
 - Our engines call `record_kept_ids` in the workers. It installs a recorder around the sampler of either model runner.
 
 A request asks for its sets with a key of `SamplingParams.extra_args`. For a batch without such requests, nothing is computed.

@@ -1,7 +1,7 @@
 """Adapters inside a vLLM worker: functions that load them from memory, read them back, probe them and remove them.
 
-vLLM itself loads adapters from files. `load_from_memory` replaces its loader: the worker then takes an adapter from the tensors
-that a trainer has sent, and reads no file. `collective_rpc` calls these functions.
+vLLM itself loads adapters from files. `load_from_memory` replaces its loader: the worker then takes an adapter from
+the tensors that a trainer has sent, and reads no file. The functions are called through `collective_rpc`.
 
 `CPUKernel` computes LoRA on a CPU: one pair of matrix products for each adapter of a step. It replaces the CPU kernel of vLLM
 0.32.0, which has two defects. It copies the matrices A and B once per token, so that a prompt of a thousand tokens copies them a

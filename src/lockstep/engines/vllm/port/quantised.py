@@ -1,8 +1,7 @@
 """What a vLLM engine in 8 bits holds: which modules are quantised, and the digests of their codes and scales.
 
-It runs inside a worker. `engines/vllm/port/probe.py` names the scheme of each module, and `watch/modules.py`
-compares the digests with the codes of the trainer's weights. For a second canary (`watch/push.py`), the modules can leave
-their inputs as they are.
+It runs inside a worker. The digests are compared with the codes of the trainer's weights. For a second canary
+(`watch/push.py`), the modules can leave their inputs as they are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The beginning and the end of a weight update by vLLM's layer-wise reload, with less work and memory than in vLLM itself.
 
-vLLM loads a layer into new memory, packs it, and copies the result to the layer's old place. Packing does not change an
-unquantised embedding or head. Therefore its new weight can be written directly into its place. Heads that share a weight then
-share one packed copy. `engines/vllm/receive.py` uses this module.
+vLLM loads a layer into new memory, packs it, and copies the result to the layer's old place. Packing does not change
+an unquantised embedding or head. Therefore its new weight can be written directly into its place. Heads that share a
+weight then share one packed copy.
 """
 
 from __future__ import annotations

@@ -6,7 +6,14 @@ wakes vLLM holds no cache, so that a push has its room. There are two levels:
 - Level 1 moves the weights to main memory. Their digests before and after show that they came back.
 - Level 2 discards the weights. The engine forgets what it holds, so that only a push of all weights is accepted afterwards.
 
-`engines/vllm/in_process.py` uses it. vLLM has it on GPUs only; it has run on a pretend GPU, and not on a real one yet.
+vLLM has it on GPUs only; it has run on a pretend GPU, and not on a real one yet.
+
+Proof `sleep`.
+Shows: with `vllm_enable_sleep_mode` and `vllm_enable_lora`: every parameter of the engine has the bytes with which it
+fell asleep.
+Does not show: weights that vLLM holds in another form than parameters (on a GPU it holds none); without an adapter
+alone the weights are discarded, and the next push and its proofs show them.
+When: every wake; reads the engine's weights twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The environment in which vLLM's processes start, for servers and for an engine in the trainer's process.
 
-`server/command.py` and `server/machine.py` use the settings for `lockstep serve`. `engines/vllm/in_process.py` uses `process_start`
-while vLLM starts several worker processes beside the trainer.
+`lockstep serve` has these settings. `process_start` is for several worker processes beside the trainer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Starts `vllm.LLM` in the trainer's process, with its model in this process or split over worker processes.
-
-`engines/vllm/in_process.py` gives the arguments.
-"""
+"""Starts `vllm.LLM` in the trainer's process, with its model in this process or split over worker processes."""
 
 from __future__ import annotations
 
@@ -77,7 +74,7 @@ def build_settings(arguments: Mapping[str, Any]) -> None:
         arguments: arguments of `vllm.LLM`.
 
     Raises:
-        InputError: as in `start_vllm`.
+        InputError: vLLM is not installed, or cannot have as many workers here.
         Exception: of vLLM, about a value that it cannot use.
     """
     _import(arguments, compiles=torch.cuda.is_available() or not arguments.get("enforce_eager"))

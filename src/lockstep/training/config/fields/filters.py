@@ -1,7 +1,7 @@
 """The fields that shape the sampling distribution beside the temperature: filters, penalties, allowed tokens, structured outputs.
 
-`training/config/online_config.py` inherits the fields. `training/config/sampling.py` makes a `Sampling` of them. The engine samples
-from this distribution, and the trainer scores the same one.
+`OnlineConfig` inherits the fields. `training/config/sampling.py` makes a `Sampling` of them. The engine samples from
+this distribution, and the trainer scores the same one.
 """
 
 from __future__ import annotations
