@@ -41,7 +41,7 @@ SILENT = {
         sync/wire/groups/proof.py::SignedStore.get sync/wire/groups/proof.py::SignedStore.wait
         sync/wire/groups/proof.py::authenticate sync/wire/groups/proof.py::prove
         sync/wire/shared_memory.py::SharedMemoryTransport._send sync/wire/slots.py::_wait_for
-        watch/ahead.py::ProofsAhead.check_answer engines/errands.py::Errands.do_during
+        watch/ahead.py::ProofsAhead.check_answer contract/inbox.py::Errands.do_during
         rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do
         rollouts/scores/early_scores.py::EarlyScores.__exit__""",
     "a thread or loop that waits for its next work": """
