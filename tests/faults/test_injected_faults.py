@@ -18,7 +18,7 @@ from conftest import needs_vllm
 from rich.console import Console
 from stages import in_small_parts, stage_on
 
-from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.tokens.end import end_ids
 from lockstep.verify.faults import backward, learned, learning, losses
 from lockstep.verify.faults.ends import even_chance

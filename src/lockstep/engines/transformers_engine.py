@@ -30,17 +30,8 @@ from lockstep.contract.grammars import GrammarCompiler, GrammarState
 from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
 from lockstep.contract.model_fields import fields_of_parts
 from lockstep.contract.probe import EngineModules
-from lockstep.contract.protocol import (
-    Completion,
-    EngineSettings,
-    FinishReason,
-    GenerationRequest,
-    LoadedWeights,
-    OnAnswer,
-    RequestKey,
-    TensorSpec,
-)
-from lockstep.contract.tensors import Begun, HeldWeights, described, finished
+from lockstep.contract.protocol import Completion, EngineSettings, FinishReason, GenerationRequest, OnAnswer, RequestKey
+from lockstep.contract.tensors import Begun, HeldWeights, LoadedWeights, TensorSpec, described, finished
 from lockstep.engines.transformers_probe import list_modules, output_of
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import InputError, LockstepError, foreign_errors

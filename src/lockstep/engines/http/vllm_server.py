@@ -21,14 +21,8 @@ import torch
 
 from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
 from lockstep.contract.probe import EngineModules, ProbedModule, decode_floats
-from lockstep.contract.protocol import (
-    Completion,
-    EngineSettings,
-    GenerationRequest,
-    LoadedWeights,
-    OnAnswer,
-    RequestKey,
-)
+from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.adapters.servers import EngineParts, ServerAdapters
 from lockstep.engines.http.pauses import Pauses
 from lockstep.engines.http.requests.messages import agreed_answers, loaded_by

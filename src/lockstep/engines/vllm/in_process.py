@@ -1,9 +1,9 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
-The scheduler is in this process. The model is in this process too, or it is split over worker processes
-(`engines/vllm/workers/`). Requests come from an inbox (`contract/inbox.py`). The engine gives their ids to vLLM's
-engine loop, with their key as the request id. Weights come through vLLM's weight-transfer API with the backend of
-`engines/vllm/receive.py`. vLLM finds that backend through the entry point in pyproject.toml.
+The scheduler is in this process. The model is in this process too (`OwnWorker`), or it is split over worker processes
+(`engines/vllm/workers/processes.py`). Requests come from an inbox (`contract/inbox.py`). The engine gives their ids
+to vLLM's engine loop, with their key as the request id. Weights come through vLLM's weight-transfer API with the
+backend of `engines/vllm/receive.py`. vLLM finds that backend through the entry point in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,14 +21,8 @@ from transformers import AutoConfig
 
 from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
 from lockstep.contract.probe import EngineModules
-from lockstep.contract.protocol import (
-    Completion,
-    EngineSettings,
-    GenerationRequest,
-    LoadedWeights,
-    OnAnswer,
-    RequestKey,
-)
+from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.http.requests.messages import agreed_answers
 from lockstep.engines.vllm.adapters import AdaptersInProcess
 from lockstep.engines.vllm.arguments import (
@@ -49,11 +44,12 @@ from lockstep.engines.vllm.port.requests import (
     sampling_params,
     scoring_params,
 )
+from lockstep.engines.vllm.port.settings import effective_settings, settings_from
 from lockstep.engines.vllm.port.sleep import Sleep, SleepLevel, sleep_arguments
 from lockstep.engines.vllm.workers.environment import close_at_exit
 from lockstep.engines.vllm.workers.kept_process import process_kept
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
-from lockstep.engines.vllm.workers.start import start_vllm, workers_of
+from lockstep.engines.vllm.workers.start import start_vllm
 from lockstep.errors import InputError, LockstepError, ProofError, foreign_errors, told
 from lockstep.images.pictures import PromptPictures
 from lockstep.model_files import load_files
@@ -469,3 +465,61 @@ def _memory(
     if torch.cuda.is_available():
         return {"gpu_memory_utilization": gpu_memory_utilization}
     return {"kv_cache_memory_bytes": cpu_cache_bytes(model, dtype, max_model_len, max_num_seqs)}
+
+
+def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> OwnWorker | WorkerProcesses:
+    """The workers of an engine that was started.
+
+    Args:
+        transport, timeout: as in `WorkerProcesses`; unused if the model is in this process.
+    """
+    if llm.llm_engine.vllm_config.parallel_config.world_size == 1:
+        return OwnWorker(llm)
+    if transport is None:
+        raise InputError("an engine with several workers needs a transport for its weights")
+    return WorkerProcesses(llm, transport, timeout)
+
+
+class OwnWorker:
+    """vLLM's only worker, in the trainer's own process. The tensors of a push pass by reference.
+
+    Args:
+        llm: vLLM's engine.
+
+    Attributes:
+        wire_dtype: as in `WeightReceiver`. None: the engine gets references to the trainer's tensors, and vLLM casts them when it
+            copies them.
+    """
+
+    wire_dtype: torch.dtype | None = None
+
+    def __init__(self, llm: LLM) -> None:
+        from lockstep.engines.vllm.port.kept_ids import record_kept_ids
+
+        self._llm = llm
+        llm.init_weight_transfer_engine({"init_info": {}})
+        llm.collective_rpc(record_kept_ids)
+
+    def settings(self) -> EngineSettings:
+        return settings_from(effective_settings(self._llm.llm_engine.vllm_config))
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str) -> LoadedWeights:
+        """Load the tensors of an update that has begun, and end the update."""
+        self._llm.update_weights({"update_info": {"tensors": tensors, "base": base}})
+        self._llm.finish_weight_update()
+        (acknowledgement,) = self._llm.collective_rpc(_acknowledgement)
+        return acknowledgement
+
+    def keep_adapter(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        """Copy the tensors of an adapter. vLLM loads the adapter afterwards."""
+        from lockstep.engines.vllm.port.lora import keep_adapter
+
+        (arrived,) = self._llm.collective_rpc(partial(keep_adapter, name=name, tensors=tensors))
+        return arrived
+
+    def close(self) -> None:
+        """Does nothing: the worker ends with the engine."""
+
+
+def _acknowledgement(worker: Any) -> LoadedWeights:
+    return worker.weight_transfer_engine.acknowledgement
