@@ -3881,4 +3881,22 @@ MUTATIONS = [
         'names = ["" for',
         f"{KEYED}::test_memory_that_was_written_to_is_digested_again_within_a_push",
     ),
+    Mutation(
+        "events: the hooks are compared before the sums of a step leave their rank",
+        "            self._watch.summing()\n            return self._sums.data()",
+        "            return self._sums.data()",
+        "tests/training/test_events.py",
+    ),
+    Mutation(
+        "events: what was left aside is told",
+        "        watch.aside(still)\n",
+        "",
+        "tests/training/test_events.py",
+    ),
+    Mutation(
+        "events: nothing is pushed before the watch has heard of it",
+        "        self.watch.pushing(version)\n",
+        "",
+        "tests/training/test_events.py",
+    ),
 ]
