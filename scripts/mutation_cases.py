@@ -940,7 +940,7 @@ MUTATIONS = [
         "> number - SLOTS - 1, has_left",
         SLOTS,
     ),
-    Mutation("a push that ends before it is taken", "if self._fewest_loaded() != chunks:", "if False:", SLOTS),
+    Mutation("a push that ends before it is taken", "if self.fewest_loaded() != chunks:", "if False:", SLOTS),
     Mutation(
         "a fault of the packed forward", "if packed is not None and _only_packed(", "if False and _only_packed(", PACKED
     ),
@@ -2012,13 +2012,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a generation that is judged twice is pooled twice",
-        "pool = PooledGap() if again else self._pool",
-        "pool = self._pool",
+        "pool = PooledGap() if again else self.pool",
+        "pool = self.pool",
         "tests/parity/test_decomposition.py",
     ),
     Mutation(
         "a resumed run forgets the tokens whose means wait",
-        'self._pool = PooledGap(GapStats(**entry.get("waiting", {})))',
+        'self.pool = PooledGap(GapStats(**entry.get("waiting", {})))',
         "pass",
         "tests/verify/test_receipts_read_back.py",
     ),
@@ -2213,8 +2213,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a step beyond the limits of the gap",
-        "raise self._explained.error(",
-        "return self._explained.error(",
+        "raise self.explained.error(",
+        "return self.explained.error(",
         "tests/training/test_trainer.py::test_raw_log_probs_at_another_temperature_are_refused",
     ),
     Mutation(

@@ -121,7 +121,7 @@ def test_w5_fifty_syncs_leave_every_weight_bit_identical(stage: Stage) -> None:
     digests = set()
     for _ in range(50):
         stage.push()
-        digests.add(stage.trainer.proofs._pusher.proof.push.digest)  # type: ignore[union-attr]
+        digests.add(stage.trainer.proofs.pusher.proof.push.digest)  # type: ignore[union-attr]
     assert len(digests) == 1
     assert all(torch.equal(p, before[n]) for n, p in stage.model.named_parameters())
 

@@ -105,7 +105,7 @@ class VLLMInProcess:
         check_quantization(quantization, dtype, "vllm_quantization")
         if (engine_kwargs or {}).get("enable_lora"):
             check_adapters(dtype, "vllm_enable_lora")
-        self._timeout = timeout
+        self.timeout = timeout
         self._version: int | None = None
         self._model = model
         self._failure = ""
@@ -130,9 +130,9 @@ class VLLMInProcess:
                 self._workers = workers_of(self._llm, transport, timeout)
                 if self.is_split:
                     self._resources.callback(close_at_exit(self.close))
-                self._sleep = Sleep(self._llm, self._call, sleep_level)
+                self.sleeping = Sleep(self._llm, self.call, sleep_level)
                 self.adapters = AdaptersInProcess(
-                    self._llm, self._call, self._workers, self._prepare_push, self.commit_version
+                    self._llm, self.call, self._workers, self._prepare_push, self.commit_version
                 )
                 # A kernel that does not support the model's shapes raises an error only when it first runs.
                 self._run({"trial": ([0, 0], scoring_params())})
@@ -143,11 +143,11 @@ class VLLMInProcess:
                 raise
             raise InputError(f"vLLM cannot load {model}: {error}") from error
 
-    def _call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+    def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Call a method of every worker, or a function with every worker as its first argument. Returns the results by rank."""
         name = method if isinstance(method, str) else method.__name__
-        with self._noting_failure(), waiting(f"vLLM's workers to do {name}", self._timeout):
-            return self._llm.collective_rpc(method, timeout=self._timeout, args=args)
+        with self._noting_failure(), waiting(f"vLLM's workers to do {name}", self.timeout):
+            return self._llm.collective_rpc(method, timeout=self.timeout, args=args)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -213,13 +213,13 @@ class VLLMInProcess:
         limits: dict[str, float] = {}
         with self._abort_on_error(limits):
             while True:
-                with inbox.taken(engine.get_num_unfinished_requests(), self._timeout) as requests:
+                with inbox.taken(engine.get_num_unfinished_requests(), self.timeout) as requests:
                     if requests is None:
                         return
                     for request in requests:
                         check_request(request, self._version, self._max_model_len, self._vocab_size)
                         held[str(request.key)] = request
-                        limits[str(request.key)] = inbox.now() + (inbox.limit or self._timeout)
+                        limits[str(request.key)] = inbox.now() + (inbox.limit or self.timeout)
                         params = sampling_params(request, partial=inbox.is_watched(request.key))
                         check_sent(request, fields_of(params))
                         self._add(str(request.key), request.prompt_ids.tolist(), params, request.pictures)
@@ -260,7 +260,7 @@ class VLLMInProcess:
         first = next(iter(limits), None)
         if first is not None and now > limits[first]:
             raise LockstepError(
-                f"vLLM did not finish {first} and {len(limits) - 1} other requests within {self._timeout:.0f} s; raise "
+                f"vLLM did not finish {first} and {len(limits) - 1} other requests within {self.timeout:.0f} s; raise "
                 "vllm_server_timeout or lower max_completion_length"
             )
         return finished, [output for output in outputs if not output.finished]
@@ -275,7 +275,7 @@ class VLLMInProcess:
 
     def _run(self, requests: Mapping[str, tuple[list[int], Any]]) -> list[RequestOutput]:
         """Run these requests without an inbox. Returns their outputs in the order in which vLLM finished them."""
-        limits = dict.fromkeys(requests, time.monotonic() + self._timeout)
+        limits = dict.fromkeys(requests, time.monotonic() + self.timeout)
         finished = []
         with self._abort_on_error(limits):
             for name, (prompt_ids, params) in requests.items():
@@ -296,7 +296,7 @@ class VLLMInProcess:
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
         from lockstep.engines.vllm.port.probe import list_modules
 
-        found = self._call(list_modules, checkpoint_names)
+        found = self.call(list_modules, checkpoint_names)
         # Workers have different parts of the same modules.
         probed = {name: module for one in found for name, module in one.probed.items()}
         return EngineModules(probed, tuple(dict.fromkeys(name for one in found for name in one.unreached)))
@@ -305,20 +305,20 @@ class VLLMInProcess:
         from lockstep.engines.vllm.port.probe import probe_modules
 
         self._check_awake()
-        answers = self._call(probe_modules, tuple(names), seed, every, self.adapters.name)
+        answers = self.call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
 
     def codes(self, names: Sequence[str]) -> dict[str, str]:
         from lockstep.engines.vllm.port.quantised import code_digests
 
         self._check_awake()
-        return agreed_answers(self._call(code_digests, tuple(names)), "vLLM in this process")
+        return agreed_answers(self.call(code_digests, tuple(names)), "vLLM in this process")
 
     def quantise_inputs(self, wanted: bool) -> bool:
         from lockstep.engines.vllm.port.quantised import quantise_inputs
 
         self._check_awake()
-        return all(self._call(quantise_inputs, wanted))
+        return all(self.call(quantise_inputs, wanted))
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         self._awake()
@@ -347,16 +347,16 @@ class VLLMInProcess:
         self._refuse_requests()
         self._end_steps()
         with self._noting_failure():
-            self._sleep.wake_weights()
+            self.sleeping.wake_weights()
 
     def begin_update(self) -> None:
         self._prepare_push()
         # vLLM drops its adapters at the end of an update.
         self.adapters.request = None
-        if any(self._call(has_open_update)):
+        if any(self.call(has_open_update)):
             # An earlier trainer left this update open, and vLLM would refuse every further update.
-            self._call("finish_weight_update")
-        self._call("start_weight_update")
+            self.call("finish_weight_update")
+        self.call("start_weight_update")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         with self._noting_failure():
@@ -368,14 +368,14 @@ class VLLMInProcess:
         with self._noting_failure():
             engine.reset_mm_cache()
             engine.reset_encoder_cache()
-        if self._reads_pictures and not all(self._call(holds_no_pictures)):
+        if self._reads_pictures and not all(self.call(holds_no_pictures)):
             return False
         return bool(engine.reset_prefix_cache())
 
     @property
     def can_sleep(self) -> bool:
         """Whether the engine was started with a sleep level."""
-        return self._sleep.level > 0
+        return self.sleeping.level > 0
 
     def sleep(self) -> bool:
         """Give memory back. The engine refuses requests until the next push, which wakes it. No request may run.
@@ -388,11 +388,11 @@ class VLLMInProcess:
         self._refuse_requests()
         self._end_steps()
         with self._noting_failure():
-            self._sleep.begin()
-        return self._sleep.level == 2
+            self.sleeping.begin()
+        return self.sleeping.level == 2
 
     def _check_awake(self) -> None:
-        if self._sleep.is_asleep:
+        if self.sleeping.is_asleep:
             raise LockstepError(
                 "vLLM sleeps between two pushes (vllm_enable_sleep_mode) and cannot be asked: push the weights first, or leave "
                 "sleep mode out"
@@ -402,7 +402,7 @@ class VLLMInProcess:
         """Wake everything, or raise an error if no push has come since the engine fell asleep."""
         self._check_awake()
         with self._noting_failure():
-            self._sleep.wake()
+            self.sleeping.wake()
 
     def commit_version(self, version: int) -> None:
         self._llm.update_weight_version(str(version))
