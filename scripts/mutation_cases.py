@@ -2237,6 +2237,12 @@ MUTATIONS = [
         WORKER_START,
         within="number_of_workers",
     ),
+    Mutation(
+        "an environment whose plugin stands elsewhere",
+        "if _PLUGIN not in [",
+        "if False and _PLUGIN not in [",
+        WORKER_START,
+    ),
     Mutation("more workers than GPUs", "< tensor * stages:", "< 0:", WORKER_START),
     Mutation("vLLM's model in one of several trainer processes", "if workers == 1:", "if workers == 0:", WORKER_START),
     Mutation("a split engine without vLLM", "if is_set and use_vllm is False:", "if False:", WORKER_START),
