@@ -2239,8 +2239,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an environment whose plugin stands elsewhere",
-        "if _PLUGIN not in [",
-        "if False and _PLUGIN not in [",
+        "if entry.load() is register:",
+        "if entry.load():",
         WORKER_START,
     ),
     Mutation("more workers than GPUs", "< tensor * stages:", "< 0:", WORKER_START),
