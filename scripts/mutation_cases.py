@@ -187,7 +187,7 @@ MUTATIONS = [
     ),
     Mutation(
         "any file of the packaged model's name is taken",
-        "if hashlib.sha256(content).hexdigest() != _DIGEST:",
+        "if hashlib.sha256(content).hexdigest() != DIGEST:",
         "if False:",
         "tests/cli/test_install.py::test_another_file_of_the_same_name_is_refused",
     ),
@@ -3395,7 +3395,7 @@ MUTATIONS = [
     ),
     Mutation(
         "short packs recompute every layer",
-        "    if room.takes(_KEPT_BYTES[kind] * positions):",
+        "    if room.takes(KEPT_BYTES[kind] * positions):",
         "    if False:",
         "tests/training/test_recomputation.py",
     ),
