@@ -1601,8 +1601,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the engine's new scores are not compared",
-        '        check_gap(\n            self._pools["asked_again"]',
-        '        (lambda *a: None)(\n            self._pools["asked_again"]',
+        '        check_gap(\n            self.pools["asked_again"]',
+        '        (lambda *a: None)(\n            self.pools["asked_again"]',
         SCORED_AGAIN,
     ),
     Mutation("no completion is compared ahead", "            if not drawn:", "            if True:", COMPARED_AHEAD),
@@ -2024,8 +2024,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the receipt says that a generation judged twice was judged the second time",
-        "            if not again:\n                self._judged",
-        "            if True:\n                self._judged",
+        "            if not again:\n                self.judged_now",
+        "            if True:\n                self.judged_now",
         "tests/parity/test_decomposition.py",
     ),
     Mutation(
