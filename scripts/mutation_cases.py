@@ -3881,4 +3881,10 @@ MUTATIONS = [
         'names = ["" for',
         f"{KEYED}::test_memory_that_was_written_to_is_digested_again_within_a_push",
     ),
+    Mutation(
+        "a failed proof names the page that explains it",
+        'f"  explained in: {PROOFS_PAGE}, row {check}"',
+        'f"  explained in: the docs, row {check}"',
+        "tests/docs/test_reference_pages.py::test_the_message_of_a_proof_ends_with_the_page_that_explains_it",
+    ),
 ]
