@@ -187,7 +187,7 @@ MUTATIONS = [
     ),
     Mutation(
         "any file of the packaged model's name is taken",
-        "if hashlib.sha256(content).hexdigest() != _DIGEST:",
+        "if hashlib.sha256(content).hexdigest() != DIGEST:",
         "if False:",
         "tests/cli/test_install.py::test_another_file_of_the_same_name_is_refused",
     ),
@@ -940,7 +940,7 @@ MUTATIONS = [
         "> number - SLOTS - 1, has_left",
         SLOTS,
     ),
-    Mutation("a push that ends before it is taken", "if self._fewest_loaded() != chunks:", "if False:", SLOTS),
+    Mutation("a push that ends before it is taken", "if self.fewest_loaded() != chunks:", "if False:", SLOTS),
     Mutation(
         "a fault of the packed forward", "if packed is not None and _only_packed(", "if False and _only_packed(", PACKED
     ),
@@ -2012,13 +2012,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a generation that is judged twice is pooled twice",
-        "pool = PooledGap() if again else self._pool",
-        "pool = self._pool",
+        "pool = PooledGap() if again else self.pool",
+        "pool = self.pool",
         "tests/parity/test_decomposition.py",
     ),
     Mutation(
         "a resumed run forgets the tokens whose means wait",
-        'self._pool = PooledGap(GapStats(**entry.get("waiting", {})))',
+        'self.pool = PooledGap(GapStats(**entry.get("waiting", {})))',
         "pass",
         "tests/verify/test_receipts_read_back.py",
     ),
@@ -2213,8 +2213,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a step beyond the limits of the gap",
-        "raise self._explained.error(",
-        "return self._explained.error(",
+        "raise self.explained.error(",
+        "return self.explained.error(",
         "tests/training/test_trainer.py::test_raw_log_probs_at_another_temperature_are_refused",
     ),
     Mutation(
@@ -2236,6 +2236,12 @@ MUTATIONS = [
         'not in (None, "external_launcher", ',
         WORKER_START,
         within="number_of_workers",
+    ),
+    Mutation(
+        "an environment whose plugin stands elsewhere",
+        "if entry.load() is register:",
+        "if entry.load():",
+        WORKER_START,
     ),
     Mutation("more workers than GPUs", "< tensor * stages:", "< 0:", WORKER_START),
     Mutation("vLLM's model in one of several trainer processes", "if workers == 1:", "if workers == 0:", WORKER_START),
@@ -3389,7 +3395,7 @@ MUTATIONS = [
     ),
     Mutation(
         "short packs recompute every layer",
-        "    if room.takes(_KEPT_BYTES[kind] * positions):",
+        "    if room.takes(KEPT_BYTES[kind] * positions):",
         "    if False:",
         "tests/training/test_recomputation.py",
     ),
@@ -3886,5 +3892,23 @@ MUTATIONS = [
         'f"  explained in: {PROOFS_PAGE}, row {check}"',
         'f"  explained in: the docs, row {check}"',
         "tests/docs/test_reference_pages.py::test_the_message_of_a_proof_ends_with_the_page_that_explains_it",
+    ),
+    Mutation(
+        "events: the hooks are compared before the sums of a step leave their rank",
+        "            self._watch.summing()\n            return self._sums.data()",
+        "            return self._sums.data()",
+        "tests/training/test_events.py",
+    ),
+    Mutation(
+        "events: what was left aside is told",
+        "        watch.aside(still)\n",
+        "",
+        "tests/training/test_events.py",
+    ),
+    Mutation(
+        "events: nothing is pushed before the watch has heard of it",
+        "        self.watch.pushing(version)\n",
+        "",
+        "tests/training/test_events.py",
     ),
 ]

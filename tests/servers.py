@@ -194,7 +194,7 @@ def serve(
 @contextmanager
 def impatient(engine: VLLMServer, limit: float) -> Iterator[None]:
     """A short time limit for calls that are not answered, so that they are not waited for longer."""
-    usual = engine._timeout, engine._generation_timeouts
+    usual = engine.timeout, engine.generation_timeouts
     try:
         _set_limit(engine, limit, 1.0)
         yield
@@ -203,7 +203,7 @@ def impatient(engine: VLLMServer, limit: float) -> Iterator[None]:
 
 
 def _set_limit(engine: VLLMServer, limit: float, generation_timeouts: float) -> None:
-    engine._timeout, engine._generation_timeouts = limit, generation_timeouts
+    engine.timeout, engine.generation_timeouts = limit, generation_timeouts
     for calls in engine._servers:
         calls.timeout = limit
 

@@ -327,12 +327,12 @@ def test_a_failed_update_closes_the_engine_until_a_whole_one(engine: Engine, pus
 
 def test_a_generation_that_takes_too_long_is_ended_and_leaves_nothing_behind(engine: Engine) -> None:
     asked = requests(8, Sampling(max_tokens=100))
-    limit, engine._timeout = engine._timeout, 0.0  # type: ignore[attr-defined]
+    limit, engine.timeout = engine.timeout, 0.0  # type: ignore[attr-defined]
     try:
         with pytest.raises(LockstepError, match="did not finish"):
             engine.generate(asked)
     finally:
-        engine._timeout = limit  # type: ignore[attr-defined]
+        engine.timeout = limit  # type: ignore[attr-defined]
     few = requests(2, Sampling(max_tokens=3), seed=9)
     assert engine.generate(few).keys() == {request.key for request in few}
 

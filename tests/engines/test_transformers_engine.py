@@ -56,14 +56,14 @@ def test_rows_that_have_ended_do_not_run_past_the_models_positions(tmp_path: Pat
 
 def test_a_batch_holds_as_many_rows_as_fit(untied_dir: str) -> None:
     engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=100)
-    engine._max_num_seqs = 3
+    engine.max_num_seqs = 3
 
     def sizes(*rows: tuple[int, int]) -> list[int]:
         requests = [
             GenerationRequest(RequestKey("a", n), [7] * length, Sampling(max_tokens=room), n)
             for n, (length, room) in enumerate(rows)
         ]
-        return [len(batch) for batch in engine._batches([engine._row(request) for request in requests])]
+        return [len(batch) for batch in engine.batches([engine.row(request) for request in requests])]
 
     assert sizes(*[(10, 20)] * 7) == [3, 3, 1]
     assert sizes((10, 90), (20, 80), (30, 20)) == [1, 1, 1]
@@ -80,7 +80,7 @@ def test_padding_does_not_reach_the_state_of_a_shorter_prompt(family: str, tmp_p
     requests = [
         GenerationRequest(RequestKey("a", n), prompt, Sampling(max_tokens=4), n) for n, prompt in enumerate(prompts)
     ]
-    assert [len(batch) for batch in engine._batches([engine._row(request) for request in requests[::-1]])] == [2, 1]
+    assert [len(batch) for batch in engine.batches([engine.row(request) for request in requests[::-1]])] == [2, 1]
     answers = engine.generate(requests)
     for request in requests:
         answer = answers[request.key]

@@ -58,7 +58,7 @@ def test_a_fault_that_raises_in_a_run_is_a_row_and_leaves_nothing_behind(
     @contextmanager
     def leaves_gaps(stage: Stage) -> Iterator[None]:
         """Gaps of too few tokens to be judged, which a later run would be judged by."""
-        for pool in (stage.trainer.proofs._pool, *stage.trainer.proofs._ahead._pools.values()):
+        for pool in (stage.trainer.proofs.pool, *stage.trainer.proofs._ahead._pools.values()):
             pool._gap = GapStats(tokens=250, sum_abs=250.0)
         yield
 

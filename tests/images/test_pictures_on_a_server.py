@@ -366,7 +366,7 @@ def test_a_picture_that_the_server_has_dropped_loses_the_engine_and_is_sent_agai
 ) -> None:
     model, requests = make_seeing(), asked(folder, 2, 4)
     push_weights(model, engine, 1)
-    (calls,) = engine._servers
+    (calls,) = engine.servers.all
     calls.call("POST", "/reset_mm_cache")
     with monkeypatch.context() as mistaken:
         mistaken.setattr(server_pictures.SentPictures, "missing", lambda *given: ())

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("trl", reason="TRL is not installed here")
 
-from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.errors import ProofError
 from lockstep.integrations.trl import LockstepGeneration
 

@@ -15,8 +15,7 @@ import torch
 
 from lockstep.contract import device_digest
 from lockstep.contract.device_digest import device_digests, digest_texts
-from lockstep.contract.protocol import LoadedWeights
-from lockstep.contract.tensors import HeldWeights, key_of, one_push, tensor_specs
+from lockstep.contract.tensors import HeldWeights, LoadedWeights, key_of, one_push, tensor_specs
 from lockstep.sync.push import push_weights
 from lockstep.sync.wire.chunks import Named, views
 from lockstep.sync.wire.deltas import WHOLE

@@ -199,7 +199,7 @@ class Engine:
     def begin_update(self) -> None: ...
 
     def load(self, tensors: Iterable[Any], base: str = "") -> Any:
-        from lockstep.contract.protocol import LoadedWeights, TensorSpec
+        from lockstep.contract.tensors import LoadedWeights, TensorSpec
 
         self._transport.send(tensors, [self._server], base)
         found = self._server.last

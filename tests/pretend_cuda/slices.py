@@ -86,6 +86,6 @@ def of_places() -> dict[str, Any]:
     gradients[0][72:75] = torch.tensor([1.0, -3.0, 2.0])
     gradients.append(torch.zeros(40))
     with patch.object(update, "SEARCHED", 16):
-        on_cpu = [int(update._some_nonzero(gradient)) for gradient in gradients]
-        on_device = [int(found) for found in on_host([update._some_nonzero(g.to("cuda")) for g in gradients])]
+        on_cpu = [int(update.some_nonzero(gradient)) for gradient in gradients]
+        on_device = [int(found) for found in on_host([update.some_nonzero(g.to("cuda")) for g in gradients])]
     return {"cpu": on_cpu, "cuda": on_device}

@@ -41,7 +41,7 @@ SILENT = {
         sync/wire/groups/proof.py::SignedStore.get sync/wire/groups/proof.py::SignedStore.wait
         sync/wire/groups/proof.py::authenticate sync/wire/groups/proof.py::prove
         sync/wire/shared_memory.py::SharedMemoryTransport._send sync/wire/slots.py::_wait_for
-        watch/ahead.py::ProofsAhead.check_answer engines/errands.py::Errands.do_during
+        watch/ahead.py::ProofsAhead.check_answer contract/inbox.py::Errands.do_during
         rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do
         rollouts/scores/early_scores.py::EarlyScores.__exit__""",
     "a thread or loop that waits for its next work": """
@@ -64,8 +64,8 @@ SILENT = {
         engines/vllm/workers/leftovers.py::remove_dead files.py::temporary_folder files.py::_remove_dead""",
     "the engine's answer is not awaited: the next question looks for it": "server/guard.py::KeyGuard._say_health",
     "it is the work of this process": """
-        contract/inbox.py::answer_all engines/vllm/workers/own.py::OwnWorker.__init__
-        engines/vllm/workers/own.py::OwnWorker.load engines/vllm/workers/own.py::OwnWorker.keep_adapter
+        contract/inbox.py::answer_all engines/vllm/in_process.py::OwnWorker.__init__
+        engines/vllm/in_process.py::OwnWorker.load engines/vllm/in_process.py::OwnWorker.keep_adapter
         engines/vllm/workers/processes.py::WorkerProcesses.__init__ verify/faults/seams.py::vllm_worker""",
     "it ends a failed push in a thread of its own, or drops requests": """
         threads.py::CallLoop.close engines/http/requests/sending.py::ServerRequests.serve

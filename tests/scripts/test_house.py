@@ -15,9 +15,9 @@ from ways import House, way
 LOOP = """
 from typing import TYPE_CHECKING
 from lockstep.errors import InputError
-from lockstep.training.events import Watch
-from lockstep.verify.faults.learning import Step
-from lockstep.watch.gap_explained import check_gap
+from lockstep.learn.events import Watch
+from lockstep.learn.step import Step
+from lockstep.watch.gap import check_gap
 if TYPE_CHECKING:
     from lockstep.run.trainer import Trainer
 
@@ -117,6 +117,9 @@ def test_the_loop_is_found_and_the_contract_of_the_events_is_no_proof(tmp_path: 
     lines, proofs = counts.the_loop(tree(tmp_path))
     assert lines == f"{len(LOOP.splitlines())} (run/loop.py)"
     assert proofs == ["watch/gap.py"]
+    moved = {"learn/events.py": "", "watch/events.py": FILES["learn/events.py"]}
+    house = tree(tmp_path, {**moved, "run/loop.py": LOOP.replace("learn.events", "watch.events")})
+    assert counts.the_loop(house)[1] == ["watch/gap.py"]
 
 
 def test_rooms_that_import_vllm_do_so_in_functions_and_for_type_checkers_too(tmp_path: Path) -> None:

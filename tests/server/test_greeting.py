@@ -43,7 +43,7 @@ class Port:
         self.seen: list[httpx.Request] = []
         self.program: Any = None
         self.calls = ServerCalls("http://127.0.0.1:1", KEY, 5.0, loop, lambda: None)
-        self.calls._client = httpx.AsyncClient(transport=httpx.MockTransport(self._answer), base_url=self.calls.url)
+        self.calls.client = httpx.AsyncClient(transport=httpx.MockTransport(self._answer), base_url=self.calls.url)
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         self.seen.append(request)
@@ -148,7 +148,7 @@ def test_a_server_that_was_started_by_hand_with_another_key_is_found_by_its_key_
     write_key(tmp_path / "k", first or KEY)
     now = lambda: read_key(tmp_path / "k")  # noqa: E731
     calls = ServerCalls(port.calls.url, first, 5.0, port.calls.loop, lambda: None, now)
-    calls._client = port.calls._client
+    calls.client = port.calls.client
     port.program = guarded()
     if first is not None:
         calls.call("GET", "/weight_info")
@@ -243,11 +243,11 @@ def test_numbers_of_calls_are_taken_once_in_whatever_order_they_come(monkeypatch
     for number in (1, 3, 2, 7, 5):
         assert calls.take(number), number
         assert not calls.take(number), number
-    assert calls._higher == {5, 7}
+    assert calls.higher == {5, 7}
     # A call that never came is given up, and the memory stays small.
     monkeypatch.setattr(guard_module, "MOST_HIGHER", 8)
     assert all(calls.take(number) for number in range(8, 100))
-    assert len(calls._higher) <= 8
+    assert len(calls.higher) <= 8
     assert not any(calls.take(number) for number in range(1, 100))
 
 

@@ -123,7 +123,7 @@ def test_requests_of_two_calls_are_distributed_like_requests_of_one_call(pair: P
 
 
 def open_tokens(engine: VLLMServer) -> list[int]:
-    return [engine.requests.load(server).tokens for server in engine._servers]
+    return [engine.requests.load(server).tokens for server in engine.servers.all]
 
 
 async def still_open(engine: VLLMServer) -> list[int]:

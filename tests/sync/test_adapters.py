@@ -17,13 +17,13 @@ from tiny import make_model
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from lockstep.contract import tensors as tensor_specs
-from lockstep.contract.protocol import Engine, LoadedWeights
+from lockstep.contract.protocol import Engine
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.autocast import Precision
-from lockstep.sync.adapters.merged import AdaptedSource, weights_of
 from lockstep.sync.push import push_weights
-from lockstep.sync.source import PlainSource
+from lockstep.sync.source import AdaptedSource, PlainSource, weights_of
 from lockstep.watch.modules import ModuleProbe
 from lockstep.watch.rescoring import sequence_logits
 

@@ -16,9 +16,9 @@ from tiny import CONTEXT, make_model, save
 
 from lockstep.contract.adapters import AdapterLimits
 from lockstep.contract.probe import probe_vector
-from lockstep.contract.protocol import Completion, Engine, GenerationRequest, LoadedWeights, RequestKey
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.tensors import key_of
+from lockstep.contract.tensors import LoadedWeights, key_of
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
@@ -27,9 +27,9 @@ from lockstep.errors import InputError, ProofError
 from lockstep.models.autocast import Precision
 from lockstep.sync.adapters import source as adapter_source
 from lockstep.sync.adapters.live import check_adapter_live
-from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.adapters.push import check_held
 from lockstep.sync.adapters.source import AdapterSource, BaseSource, EffectiveSource, adapter_shape, check_alone
+from lockstep.sync.source import weights_of
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.watch.adapter_probe import check_adapter_probe
 from lockstep.watch.gap import measure_gap

@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from test_transports import Worker
 from tiny import make_model
 
-from lockstep.contract.protocol import LoadedWeights
-from lockstep.contract.tensors import HeldWeights, tensor_specs
+from lockstep.contract.tensors import HeldWeights, LoadedWeights, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
-from lockstep.sync.changes import LastPush, Update
-from lockstep.sync.push import forget_push, push_weights
+from lockstep.sync.push import LastPush, Update, forget_push, push_weights
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire import deltas
 from lockstep.sync.wire.deltas import NO_CHANGES, Changes, ReceivedWeights, apply_changes, changes_between, part_of

@@ -63,8 +63,8 @@ def test_a_trainer_without_a_gpu_is_refused_by_name_and_auto_does_not_ask() -> N
 def test_a_tensor_of_a_push_that_ends_beyond_the_buffer_is_refused(tmp_path: Path, offset: int, refused: bool) -> None:
     """The manifest of a push names places in the buffer whose handle came before."""
     path, buffer = tmp_path / "segment", torch.zeros(256, dtype=torch.uint8)
-    lock = TrainerLock(shared_memory._new_file(path, segment_bytes(0, 1)))
-    memory = shared_memory._map_file(path, segment_bytes(0, 1))
+    lock = TrainerLock(shared_memory.new_file(path, segment_bytes(0, 1)))
+    memory = shared_memory.map_file(path, segment_bytes(0, 1))
     slots = TrainerSlots(memory, 256, 1, 20.0, buffer)
     push = slots.begin_push()
     slots.announce_filled(0)

@@ -12,8 +12,15 @@ from tiny import make_model
 import lockstep.contract.device_digest as device_digest
 import lockstep.sync.push as push_module
 from lockstep.contract.device_digest import new_key
-from lockstep.contract.protocol import LoadedWeights
-from lockstep.contract.tensors import begin_specs, finished, key_of, one_push, tensor_digest, tensor_specs
+from lockstep.contract.tensors import (
+    LoadedWeights,
+    begin_specs,
+    finished,
+    key_of,
+    one_push,
+    tensor_digest,
+    tensor_specs,
+)
 from lockstep.errors import LockstepError, ProofError
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource

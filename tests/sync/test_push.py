@@ -11,13 +11,11 @@ import pytest
 import torch
 from tiny import make_model
 
-from lockstep.contract.protocol import LoadedWeights
-from lockstep.contract.tensors import tensor_digest, tensor_specs
+from lockstep.contract.tensors import LoadedWeights, tensor_digest, tensor_specs
 from lockstep.engines.http.requests.messages import loaded_by
 from lockstep.engines.vllm.receive import StoredNames
 from lockstep.errors import InputError, ProofError
-from lockstep.sync.changes import Update
-from lockstep.sync.push import check_loaded, push_weights
+from lockstep.sync.push import Update, check_loaded, push_weights
 from lockstep.sync.source import PlainSource
 
 

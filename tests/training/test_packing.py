@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from blocks import dense, small_blocks
 from draws import draws
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
+from portions import portion
 from reference import padded_logps, reference_loss, sampled_places
 from tiny import make_model
 from transformers import PreTrainedModel
@@ -206,8 +208,15 @@ def test_in_fp32_loss_and_gradients_of_what_is_drawn_are_within_1e_5(
     assert_same_gradients(found, expected, 1e-5, floor=1e-6)
 
 
-@pytest.mark.parametrize("kind", sorted(MODELS))
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo"])
+LOSS_TYPES = ["grpo", "dr_grpo", "dapo", "bnpo"]
+KINDS = sorted(MODELS)
+
+
+# A loss does not know the architecture, so CI has each loss with one of them.
+@pytest.mark.parametrize(
+    ("kind", "loss_type"),
+    portion(product(KINDS, LOSS_TYPES), lambda case: (KINDS.index(case[0]) + LOSS_TYPES.index(case[1])) % 2 == 0),
+)
 def test_in_fp32_loss_and_every_gradient_are_within_1e_5(kind: str, loss_type: str) -> None:
     model, run = MODELS[kind], config(loss_type=loss_type, max_completion_length=64, token_budget=200)
     generator = torch.Generator().manual_seed(3)

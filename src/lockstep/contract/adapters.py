@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import LoadedWeights
 
 # Suffixes of the names of an adapter's two tensors. The name of the adapted layer comes before them.
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"

@@ -15,6 +15,7 @@ import torch
 
 from lockstep.contract.probe import EngineModules
 from lockstep.contract.sampling import Sampling
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.images.pictures import PromptPictures
 from lockstep.tokens.arrays import ArrayFields, Flags, Ids, Reals, chosen, flags, places_of, reals, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds
@@ -157,37 +158,6 @@ class EngineSettings:
     second_runner: bool = False
     searches_top_p: bool = False
     request_limits: Mapping[str, int] = field(default_factory=dict)
-
-
-class TensorSpec(NamedTuple):
-    """One tensor of a push: its checkpoint name, dtype as sent, shape, and the digest of its bytes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedWeights:
-    """An engine's acknowledgement of one load.
-
-    Attributes:
-        tensors: descriptions of the tensors that the engine now holds, computed from the arrived tensors themselves. The tensors of
-            this load come first, in order; the tensors of earlier loads follow.
-        untouched: parameters of the engine into which no tensor was written.
-        unknown_base: whether the load changes weights that the engine does not hold. The engine has then loaded nothing.
-        unstored: names of tensors that arrived and were written into no parameter of this worker.
-        server: URL of the server that acknowledges; empty if the engine does not consist of several servers.
-        others: the acknowledgements of the other servers, and of the other workers of each server.
-    """
-
-    tensors: tuple[TensorSpec, ...]
-    untouched: tuple[str, ...]
-    server: str = ""
-    others: tuple[LoadedWeights, ...] = ()
-    unknown_base: bool = False
-    unstored: tuple[str, ...] = ()
 
 
 OnAnswer = Callable[[Completion], None]

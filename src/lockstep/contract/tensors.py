@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import xxhash
 
 from lockstep.contract.device_digest import KEY_BITS, device_digests, digest_texts
-from lockstep.contract.protocol import LoadedWeights, TensorSpec
 from lockstep.models.cuda import Written, read_after, written_so_far
 
 # Two threads, because xxhash releases the interpreter lock while it reads.
@@ -45,6 +46,37 @@ _OF_THREAD = threading.local()
 Named = tuple[str, torch.Tensor]
 _Outline = tuple[str, str, tuple[int, ...]]
 _Digest = Callable[[], str]
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a push: its checkpoint name, dtype as sent, shape, and the digest of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """An engine's acknowledgement of one load.
+
+    Attributes:
+        tensors: descriptions of the tensors that the engine now holds, computed from the arrived tensors themselves. The tensors of
+            this load come first, in order; the tensors of earlier loads follow.
+        untouched: parameters of the engine into which no tensor was written.
+        unknown_base: whether the load changes weights that the engine does not hold. The engine has then loaded nothing.
+        unstored: names of tensors that arrived and were written into no parameter of this worker.
+        server: URL of the server that acknowledges; empty if the engine does not consist of several servers.
+        others: the acknowledgements of the other servers, and of the other workers of each server.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    untouched: tuple[str, ...]
+    server: str = ""
+    others: tuple[LoadedWeights, ...] = ()
+    unknown_base: bool = False
+    unstored: tuple[str, ...] = ()
 
 
 class _Push:

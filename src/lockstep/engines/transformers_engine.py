@@ -30,17 +30,8 @@ from lockstep.contract.grammars import GrammarCompiler, GrammarState
 from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
 from lockstep.contract.model_fields import fields_of_parts
 from lockstep.contract.probe import EngineModules
-from lockstep.contract.protocol import (
-    Completion,
-    EngineSettings,
-    FinishReason,
-    GenerationRequest,
-    LoadedWeights,
-    OnAnswer,
-    RequestKey,
-    TensorSpec,
-)
-from lockstep.contract.tensors import Begun, HeldWeights, described, finished
+from lockstep.contract.protocol import Completion, EngineSettings, FinishReason, GenerationRequest, OnAnswer, RequestKey
+from lockstep.contract.tensors import Begun, HeldWeights, LoadedWeights, TensorSpec, described, finished
 from lockstep.engines.transformers_probe import list_modules, output_of
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import InputError, LockstepError, foreign_errors
@@ -117,8 +108,8 @@ class TransformersEngine:
         self._name = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs or 64
-        self._timeout = timeout
+        self.max_num_seqs = max_num_seqs or 64
+        self.timeout = timeout
         self._keeps_state = keeps_state(self.model.config)
         self._version: int | None = None
         self._held = HeldWeights()
@@ -159,7 +150,7 @@ class TransformersEngine:
     def serve(self, inbox: Inbox) -> None:
         """Answer in rounds: the engine takes all requests that wait, and finishes them before it takes others."""
         while True:
-            with inbox.taken(0, self._timeout) as requests:
+            with inbox.taken(0, self.timeout) as requests:
                 if requests is None:
                     return
             for request in requests:
@@ -168,17 +159,17 @@ class TransformersEngine:
             inbox.settle()
 
     def _round(self, requests: list[GenerationRequest], inbox: Inbox) -> None:
-        deadline = time.monotonic() + (inbox.limit or self._timeout)
-        rows = [self._row(request) for request in requests]
+        deadline = time.monotonic() + (inbox.limit or self.timeout)
+        rows = [self.row(request) for request in requests]
         # Rows of similar length, put together, need the fewest pad positions.
         rows.sort(key=lambda row: len(row.prompt_ids))
-        for batch in self._batches(rows):
+        for batch in self.batches(rows):
             self._run(batch, deadline)
             for row in batch:
                 assert self._version is not None
                 inbox.answer(self._completion(row), [self._version], self._vocab_size)
 
-    def _batches(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+    def batches(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
         """Rows that are computed together. A row that has ended goes on to the end of its batch, which must fit the context.
 
         A shorter prompt gets padding on its left. Some families let it into their state, so prompts of one batch of a model that
@@ -190,14 +181,15 @@ class TransformersEngine:
             longest = max(longest, len(row.prompt_ids))
             budget = max(budget, row.request.sampling.max_tokens)
             is_padded = bool(batch) and self._keeps_state and len(row.prompt_ids) != len(batch[0].prompt_ids)
-            if batch and (is_padded or len(batch) == self._max_num_seqs or longest + budget > self._max_model_len):
+            if batch and (is_padded or len(batch) == self.max_num_seqs or longest + budget > self._max_model_len):
                 yield batch
                 batch, longest, budget = [], len(row.prompt_ids), row.request.sampling.max_tokens
             batch.append(row)
         if batch:
             yield batch
 
-    def _row(self, request: GenerationRequest) -> _Row:
+    def row(self, request: GenerationRequest) -> _Row:
+        """A request as a row of a batch."""
         grammar, ends = request.sampling.grammar, request.sampling.end_ids or self._end_ids
         return _Row(
             request,

@@ -141,19 +141,19 @@ class Calls:
     def __init__(self) -> None:
         # All numbers up to this one count as taken, and some higher ones are.
         self._all_up_to = 0
-        self._higher: set[int] = set()
+        self.higher: set[int] = set()
 
     def take(self, number: int) -> bool:
         """Take a number. Returns False if it was taken before."""
-        if number <= self._all_up_to or number in self._higher:
+        if number <= self._all_up_to or number in self.higher:
             return False
-        self._higher.add(number)
-        if len(self._higher) > MOST_HIGHER:
+        self.higher.add(number)
+        if len(self.higher) > MOST_HIGHER:
             # A call that has not come until now never will.
-            self._all_up_to = min(self._higher) - 1
-        while self._all_up_to + 1 in self._higher:
+            self._all_up_to = min(self.higher) - 1
+        while self._all_up_to + 1 in self.higher:
             self._all_up_to += 1
-            self._higher.remove(self._all_up_to)
+            self.higher.remove(self._all_up_to)
         return True
 
 

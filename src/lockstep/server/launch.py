@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from lockstep.engines.vllm.arguments import told_by_vllm
 from lockstep.engines.vllm.port.server import build_server, names_of_arguments, run_server, server_parser
 from lockstep.engines.vllm.workers.environment import environment_kept
+from lockstep.engines.vllm.workers.start import check_plugin
 from lockstep.errors import InputError, one_line
 from lockstep.report.say import complain
 from lockstep.server.keys import take_key
@@ -32,6 +33,7 @@ def main() -> None:
     take_key()
     parser = server_parser()
     try:
+        check_plugin()
         check_whole_names(sys.argv[1:], names_of_arguments(parser))
         parser.error = _refuse  # type: ignore[method-assign]
         given = parser.parse_args(sys.argv[1:])

@@ -1,6 +1,6 @@
 """Compares what a push has sent with the live model, and a merged layer with the layer and its adapter.
 
-A push and the module probe read the weights from a source (`sync/source.py`, `sync/adapters/merged.py`). If the source
+A push and the module probe read the weights from a source (`sync/source.py`). If the source
 gave old weights, or merged an adapter wrongly, push, probe and engine would agree with each other. So this module reads
 the model without the source: the parameters that the forward uses and the optimizer changes, and the forward of the
 adapter's own layers.
@@ -30,8 +30,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.contract.protocol import TensorSpec
-from lockstep.contract.tensors import tensor_specs
+from lockstep.contract.tensors import TensorSpec, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.checkpoint_names import checkpoint_tensors

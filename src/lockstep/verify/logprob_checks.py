@@ -52,10 +52,10 @@ def semantics(stage: Stage) -> list[Row]:
         "T = 1, min-p 0.05": Sampling(tokens, min_p=0.05),
     }
     with _as_exact_as_possible(stage) as is_exact:
-        rows = [_semantics_row(stage, name, Distribution(sampling), is_exact) for name, sampling in cases.items()]
+        rows = [semantics_row(stage, name, Distribution(sampling), is_exact) for name, sampling in cases.items()]
         own = stage.trainer.proofs.distribution
         if replace(own.sampling, stop=(), max_kept_ids=Sampling(1).max_kept_ids) != stage.sampling():
-            rows.append(_semantics_row(stage, "the run's own settings", own, is_exact))
+            rows.append(semantics_row(stage, "the run's own settings", own, is_exact))
     return rows
 
 
@@ -84,7 +84,7 @@ def _limit(stage: Stage, trainer: torch.dtype, *, is_exact: bool) -> Tolerance:
     return tolerance(stage.trainer.proofs.engine_dtype, trainer) if is_exact else stage.trainer.proofs.limit
 
 
-def _semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact: bool) -> Row:
+def semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact: bool) -> Row:
     """The row of one distribution. Tokens are scored among the engine's kept ids, as in training, and each set is compared.
 
     Args:

@@ -79,7 +79,7 @@ def _check_pairs(groups: Sequence[Sequence[Sequence[Completion]]]) -> None:
     pairs = [pair for samples in groups for pair in itertools.combinations(map(_whole, samples), 2)]
     if not pairs:
         return
-    pays = np.array([_log_pay(*pair) for pair in pairs])
+    pays = np.array([log_pay(*pair) for pair in pairs])
     if np.logaddexp.reduce(pays) - math.log(len(pays)) < -math.log(_ALPHA):
         return
     one, other = pairs[int(pays.argmax())]
@@ -105,7 +105,7 @@ def _whole(branches: Sequence[Completion]) -> _Sample:
     return _Sample(branches[0].key, ids, logprobs)
 
 
-def _log_pay(one: _Sample, other: _Sample) -> float:
+def log_pay(one: _Sample, other: _Sample) -> float:
     """Logarithm of what a bet pays that puts half on the token of `one`, as long as the completions agree. Its mean is 1."""
     agree = _agree(one, other)
     pay = float(np.logaddexp(math.log(0.5), math.log(0.5) - other.logprobs[:agree].astype(np.float64)).sum())

@@ -160,7 +160,7 @@ class UpdateProof:
         self._check_gradients(silent, learning=learning)
         # Where a tensor has a gradient in few elements only, one of these is read beside the drawn ones.
         few = {i: g for i, g in enumerate(gradients) if g is not None and squares[i] > 0 and not seen[i]}
-        found = map(int, on_host([_some_nonzero(local_part(gradient)) for gradient in few.values()]))
+        found = map(int, on_host([some_nonzero(local_part(gradient)) for gradient in few.values()]))
         places = {i: first_element(g) + place for (i, g), place in zip(few.items(), found, strict=True)}
         self._sparse = Drawn.around(places, self._trained)
         self._sparse_kept = self._rule.read(self._sparse)
@@ -388,7 +388,7 @@ def _check_halves(trained: Mapping[str, object], frozen: Mapping[str, object]) -
                 )
 
 
-def _some_nonzero(gradient: torch.Tensor) -> torch.Tensor:
+def some_nonzero(gradient: torch.Tensor) -> torch.Tensor:
     """() int64 on its device: the place of the largest element of the first part that has one that is not 0."""
     if not gradient.numel():
         return torch.zeros((), dtype=torch.int64, device=gradient.device)

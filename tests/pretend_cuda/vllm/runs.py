@@ -254,16 +254,16 @@ def adapters_alone() -> dict[str, Any]:
 
 def slept(engine: VLLMInProcess, version: int) -> dict[str, Any]:
     """What the weights are before, during and after a sleep. Level 1 keeps them; after level 2 they are pushed again."""
-    engine._sleep.wake()
-    (before,) = engine._call(weight_digests, "7")
+    engine.sleeping.wake()
+    (before,) = engine.call(weight_digests, "7")
     engine.sleep()
-    (asleep,) = engine._call(_finite)
-    if engine._sleep.level == 1:
-        engine._sleep.wake_weights()
+    (asleep,) = engine.call(_finite)
+    if engine.sleeping.level == 1:
+        engine.sleeping.wake_weights()
     else:
         push_weights(make_model(), engine, version)
-    (after,) = engine._call(weight_digests, "7")
-    (awake,) = engine._call(_finite)
+    (after,) = engine.call(weight_digests, "7")
+    (awake,) = engine.call(_finite)
     changed = sorted(name for name in before if before[name] != after[name])
     return {"parameters": len(before), "changed": changed, "finite_asleep": asleep, "finite_awake": awake}
 

@@ -21,7 +21,7 @@ import torch
 
 from lockstep.contract.adapters import AdapterLimits
 from lockstep.contract.probe import decode_floats
-from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.adapters.transfer import AdapterCalls, one_acknowledgement
 from lockstep.engines.http.requests.messages import agreed_answers, loaded_from
 from lockstep.engines.http.server_calls import ServerCalls

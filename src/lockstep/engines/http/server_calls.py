@@ -89,7 +89,7 @@ class ServerCalls:
         self._key, self._key_now = key, key_now
         # A greeting begins the session. A restart of the server ends it.
         self._session: Session | None = None
-        self._client = httpx.AsyncClient(
+        self.client = httpx.AsyncClient(
             base_url=self.url,
             # Each call has a new connection. The server might close a kept connection at the moment of a call, and the failed call
             # could not be repeated.
@@ -170,7 +170,7 @@ class ServerCalls:
         try:
             with waiting(f"the server at {self.url} to answer {path}", limit):
                 return await bounded_http.call(
-                    self._client, method, path, seconds=limit, most=most, headers=headers, **rest
+                    self.client, method, path, seconds=limit, most=most, headers=headers, **rest
                 )
         except TimeoutError as error:
             raise self._lost(path, f"did not answer within {limit:.0f} s") from error

@@ -21,14 +21,8 @@ import torch
 
 from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
 from lockstep.contract.probe import EngineModules, ProbedModule, decode_floats
-from lockstep.contract.protocol import (
-    Completion,
-    EngineSettings,
-    GenerationRequest,
-    LoadedWeights,
-    OnAnswer,
-    RequestKey,
-)
+from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.adapters.servers import EngineParts, ServerAdapters
 from lockstep.engines.http.pauses import Pauses
 from lockstep.engines.http.requests.messages import agreed_answers, loaded_by
@@ -80,7 +74,7 @@ class VLLMServer:
         run: str = "",
         key_now: Callable[[str], str | None] = lambda url: None,
     ) -> None:
-        self._timeout, self._generation_timeouts, self._choose = timeout, generation_timeouts, transport
+        self.timeout, self.generation_timeouts, self.choose = timeout, generation_timeouts, transport
         self.loop = CallLoop()
         self.servers = ServerSet(
             [
@@ -154,7 +148,7 @@ class VLLMServer:
             since = len(self._committed) - 1
             return lambda: self._committed[since:]
 
-        limit = self._timeout * self._generation_timeouts
+        limit = self.timeout * self.generation_timeouts
         self.requests.serve(inbox, self.loop, begin, limit, self._settings.vocab_size)
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
@@ -176,7 +170,7 @@ class VLLMServer:
             return scores
 
         stamp = self._stamp(self._committed[-1])
-        return self.loop.start(self.requests.score(list(sequences.values()), stamp, limit or self._timeout), checked)
+        return self.loop.start(self.requests.score(list(sequences.values()), stamp, limit or self.timeout), checked)
 
     # ---- proofs -----------------------------------------------------------------------------------------------------
 
@@ -341,10 +335,10 @@ class VLLMServer:
 
     def _await_all(self) -> None:
         """Wait until every server can be used. The ones that leave are dropped."""
-        deadline, problems = time.monotonic() + self._timeout, dict[ServerCalls, str]()
+        deadline, problems = time.monotonic() + self.timeout, dict[ServerCalls, str]()
         urls = ", ".join(server.url for server in self._servers)
-        with waiting(f"the server at {urls} to come back", self._timeout, lambda: "; ".join(problems.values())):
-            while problems := self.servers.problems(self._timeout):
+        with waiting(f"the server at {urls} to come back", self.timeout, lambda: "; ".join(problems.values())):
+            while problems := self.servers.problems(self.timeout):
                 self._drop_gone(problems, is_late=self._closed.wait(HEALTH_EVERY) or time.monotonic() > deadline)
 
     def _drop_gone(self, problems: dict[ServerCalls, str], *, is_late: bool) -> None:
@@ -356,10 +350,10 @@ class VLLMServer:
         gone = [server for server in problems if is_late or not self.is_wanted(server.url)]
         if len(gone) < len(self._servers):
             for server in gone:
-                waited = f"did not come back within {self._timeout:.0f} s" if is_late else "is not wanted any more"
+                waited = f"did not come back within {self.timeout:.0f} s" if is_late else "is not wanted any more"
                 self._drop([server], f"it {waited} ({problems[server]})")
         elif is_late:
-            raise unreachable(gone[0], self._timeout, problems[gone[0]])
+            raise unreachable(gone[0], self.timeout, problems[gone[0]])
 
     def leave(self, urls: Collection[str], why: str) -> None:
         """Send nothing more to some servers. At least one other server remains. They may still answer requests that they have."""
@@ -401,9 +395,9 @@ class VLLMServer:
             order: URLs of all servers. Of servers with the same load, the first one in this order gets a prompt.
         """
         assert (other.session, other.version) == (self.session, self.version)
-        come = [server.of_engine(self._timeout, self.loop, self.recover) for server in other.servers.all]
+        come = [server.of_engine(self.timeout, self.loop, self.recover) for server in other.servers.all]
         # Servers on another machine may need another transport. If they cannot have it, nothing has changed.
-        transport, before = self._choose([*self._servers, *come]), self.transport
+        transport, before = self.choose([*self._servers, *come]), self.transport
         other.adapters.use_none()
         self.servers.add(come, order)
         self._forget_agreements()

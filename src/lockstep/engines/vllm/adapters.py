@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.contract.adapters import AdapterLimits
-from lockstep.contract.protocol import LoadedWeights, RequestKey
+from lockstep.contract.protocol import RequestKey
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.adapters.transfer import one_acknowledgement
 from lockstep.engines.http.requests.messages import agreed_answers
 from lockstep.errors import InputError, ProofError

@@ -23,8 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from lockstep.contract.protocol import LoadedWeights
-from lockstep.contract.tensors import Begun, HeldWeights, begin_specs, one_push
+from lockstep.contract.tensors import Begun, HeldWeights, LoadedWeights, begin_specs, one_push
 from lockstep.engines.vllm.port.reload import (
     begin_reload,
     copy_pending,
@@ -36,7 +35,7 @@ from lockstep.engines.vllm.port.reload import (
     restore_expert_kernels,
     restore_unloaded,
 )
-from lockstep.sync.changes import Update
+from lockstep.sync.push import Update
 from lockstep.sync.wire import cuda_ipc, shared_memory
 from lockstep.sync.wire.chunks import Named, chunks
 from lockstep.sync.wire.deltas import Changes, Piece, ReceivedWeights

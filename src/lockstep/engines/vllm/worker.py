@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.contract.probe import encode_floats
-from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.vllm.port.engine import has_open_update
 from lockstep.engines.vllm.port.settings import effective_settings, splits_prompts
 from lockstep.sync.wire.cuda_ipc import read_test_buffer

@@ -15,8 +15,7 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.contract.adapters import DOWN, UP
-from lockstep.contract.protocol import TensorSpec
-from lockstep.contract.tensors import tensor_specs
+from lockstep.contract.tensors import TensorSpec, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model
 from lockstep.models.quantised import dequantised, is_quantised

@@ -22,13 +22,12 @@ import torch
 
 from lockstep.contract.adapters import AdapterReceiver
 from lockstep.contract.device_digest import key_for
-from lockstep.contract.protocol import Engine, LoadedWeights
-from lockstep.contract.tensors import digest_under, key_of, one_push
+from lockstep.contract.protocol import Engine
+from lockstep.contract.tensors import LoadedWeights, digest_under, key_of, one_push
 from lockstep.errors import InputError, ProofError
 from lockstep.sync.adapters.live import check_adapter_live
 from lockstep.sync.adapters.source import AdapterSource, BaseSource, adapter_shape, check_alone
-from lockstep.sync.changes import Update
-from lockstep.sync.push import SyncRecord, check_loaded
+from lockstep.sync.push import SyncRecord, Update, check_loaded
 from lockstep.sync.source import Manifest
 
 

@@ -12,7 +12,7 @@ import lockstep.engines.vllm.adapters as in_process
 import lockstep.sync.adapters.push as pushes
 import lockstep.sync.adapters.source as sources
 from lockstep.contract.adapters import UP
-from lockstep.contract.protocol import LoadedWeights
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.vllm.port.faults import lora_of_linear
 from lockstep.verify.faults.seams import REACH, Fault, Named, Patch, is_vllm, vllm_worker
 from lockstep.verify.stage import Stage

@@ -32,12 +32,12 @@ _MOST = 100.0
 @contextmanager
 def _ending(stage: Stage, fault: Patch) -> Iterator[None]:
     ends = end_ids(stage.model, stage.tokenizer)
-    bias = dict.fromkeys(map(str, ends), _even_chance(stage, ends))
+    bias = dict.fromkeys(map(str, ends), even_chance(stage, ends))
     with samples_with(stage, logit_bias=bias), fault:
         yield
 
 
-def _even_chance(stage: Stage, ends: Sequence[int]) -> float:
+def even_chance(stage: Stage, ends: Sequence[int]) -> float:
     """The bias under which a completion of a median prompt ends at its first token in one of two cases.
 
     The policy of a run has moved far, and may hardly end by itself any more.

@@ -13,12 +13,11 @@ from torch.nn.functional import linear
 import lockstep.sync.push as push_module
 import lockstep.watch.modules as probe_module
 import lockstep.watch.push as proofs_module
-from lockstep.contract.protocol import LoadedWeights, TensorSpec, WeightReceiver
-from lockstep.contract.tensors import Begun
+from lockstep.contract.protocol import WeightReceiver
+from lockstep.contract.tensors import Begun, LoadedWeights, TensorSpec
 from lockstep.models.checkpoint_names import expert_names
 from lockstep.shards.model import ShardedModel
-from lockstep.sync.changes import Update
-from lockstep.sync.push import SyncRecord
+from lockstep.sync.push import SyncRecord, Update
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire.deltas import NO_CHANGES, Piece, apply_changes, changes_between, part_of
 from lockstep.verify.faults.seams import (

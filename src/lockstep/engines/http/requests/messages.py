@@ -14,7 +14,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from lockstep.contract.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
+from lockstep.contract.protocol import Completion, FinishReason, GenerationRequest
+from lockstep.contract.tensors import LoadedWeights, TensorSpec
 from lockstep.engines.http.requests.pictures import check_places, features
 from lockstep.engines.vllm.port.requests import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
 from lockstep.errors import InputError, LockstepError, ProofError

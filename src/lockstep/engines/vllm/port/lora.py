@@ -25,8 +25,7 @@ from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from lockstep.contract.adapters import DOWN
 from lockstep.contract.probe import sendable
-from lockstep.contract.protocol import LoadedWeights
-from lockstep.contract.tensors import dtype_name, tensor_specs
+from lockstep.contract.tensors import LoadedWeights, dtype_name, tensor_specs
 
 # One entry per slot of vLLM whose adapter is used in a step: the slot, and the indices of its tokens. None: all tokens use it.
 SlotTokens = list[tuple[int, torch.Tensor | None]]

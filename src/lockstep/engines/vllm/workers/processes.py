@@ -2,8 +2,8 @@
 
 vLLM's scheduler is in the trainer's process, and its multiprocessing executor starts one process per part of the
 model. The workers are those of a server: the same extension (`engines/vllm/worker.py`), the same weight transfer and
-the same transports. Here the calls go through vLLM's own queues instead of HTTP. `engines/vllm/workers/own.py` has the
-same methods for a model in the trainer's process.
+the same transports. Here the calls go through vLLM's own queues instead of HTTP. A model in the trainer's process has
+the same methods.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.contract.protocol import EngineSettings, LoadedWeights
+from lockstep.contract.protocol import EngineSettings
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.adapters.transfer import AdapterCalls, one_acknowledgement
 from lockstep.engines.http.requests.messages import loaded_by
 from lockstep.engines.vllm.port.settings import differing_settings, only_dtype, settings_from
