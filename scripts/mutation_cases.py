@@ -1252,8 +1252,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a run on a CPU notes the GPU beside it",
-        "if torch.cuda.is_available() and not use_cpu:",
-        "if torch.cuda.is_available():",
+        "if torch.cuda.is_available() and not use_cpu:\n        return torch.cuda.get_device_name()",
+        "if torch.cuda.is_available():\n        return torch.cuda.get_device_name()",
         "tests/training/test_device.py::test_another_device_is_no_other_setting_and_the_receipt_notes_it",
     ),
     Mutation(
@@ -3910,5 +3910,11 @@ MUTATIONS = [
         "        self.watch.pushing(version)\n",
         "",
         "tests/training/test_events.py",
+    ),
+    Mutation(
+        "the engine of a run on the CPU takes the GPU",
+        "if torch.cuda.is_available() and not use_cpu:\n            self.model.to",
+        "if torch.cuda.is_available():\n            self.model.to",
+        "tests/engines/test_transformers_engine.py::test_the_engine_of_a_run_on_the_cpu_leaves_a_gpu_to_others",
     ),
 ]
