@@ -3888,6 +3888,12 @@ MUTATIONS = [
         f"{KEYED}::test_memory_that_was_written_to_is_digested_again_within_a_push",
     ),
     Mutation(
+        "a failed proof names the page that explains it",
+        'f"  explained in: {PROOFS_PAGE}, row {check}"',
+        'f"  explained in: the docs, row {check}"',
+        "tests/docs/test_reference_pages.py::test_the_message_of_a_proof_ends_with_the_page_that_explains_it",
+    ),
+    Mutation(
         "events: the hooks are compared before the sums of a step leave their rank",
         "            self._watch.summing()\n            return self._sums.data()",
         "            return self._sums.data()",
