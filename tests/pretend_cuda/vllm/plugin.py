@@ -12,6 +12,10 @@ _REASONS = {
     "engines/test_vllm_requests.py::test_weights_and_cache_have_the_bytes_that_are_counted_before_a_run_loads_its_model": (
         "counts the memory of a run on a CPU"
     ),
+    **{
+        f"sync/test_tied_head.py::test_the_{proof}_a_stale_tied_head": "leaves out a step that only a CPU's engine needs"
+        for proof in ("gap_catches", "probe_names")
+    },
 }
 
 
