@@ -400,7 +400,7 @@ class Sweep:
         for name in ("eval_reward_before", "eval_reward_after", "steps"):
             if summaries[0][name] != summaries[1][name]:
                 return f"{name} of the summary differs"
-        from lockstep.parity.receipt import check_receipt
+        from lockstep.watch.receipt import check_receipt
 
         check_receipt(run / "receipt.jsonl")
         return None
@@ -595,7 +595,7 @@ def import_all(work: Sweep) -> None:
     import transformers.trainer
 
     import lockstep
-    import lockstep.training.run  # noqa: F401  for its modules
+    import lockstep.run.run  # noqa: F401  for its modules
 
     torch.set_num_threads(1)
     _ = datasets, openai, peft, transformers.trainer, lockstep.GRPOTrainer, lockstep.GRPOConfig

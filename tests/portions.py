@@ -65,6 +65,8 @@ ROWS_IN_CI = {
     "training/test_method_resume.py::test_a_run_that_was_stopped_goes_on_to_the_same_bits": 3,
     "training/test_methods.py::test_loss_and_gradients_equal_the_padded_reference": 5,
     "training/test_methods_in_fp32.py::test_loss_and_gradients_are_within_1e_5_of_the_padded_reference": 4,
+    "training/test_methods_in_fp32.py::"
+    "test_whatever_is_drawn_loss_and_gradients_are_within_1e_5_of_the_padded_reference": 2,
     "training/test_methods_in_rows.py::test_a_run_is_proven_and_diverges_from_its_reference_by_nothing_at_first": 2,
     "training/test_methods_in_rows.py::test_loss_and_gradients_equal_the_padded_reference": 2,
     "training/test_methods_on_vllm.py::"
@@ -102,6 +104,12 @@ LATER = {
     "test_a_fault_that_raises_in_a_run_is_a_row_and_leaves_nothing_behind[max_staleness": "its other way of a run",
     "faults/test_injected_faults.py::test_the_fault_is_caught_by_its_proof[transformers": "its rows with vLLM",
     "faults/test_injected_faults.py::test_an_injection_leaves_nothing_behind[transformers": "its row with vLLM",
+    "images/test_families_on_a_server.py::test_an_adapter_on_all_layers_is_proven_with_pictures": "this adapter in this process, "
+    "and adapters on a server: a server is sent merged weights",
+    "images/test_families_on_a_server.py::test_other_pixels_under_the_digest_of_a_picture_are_found": "the test of this name "
+    "in test_pictures_on_a_server.py: what a picture's pixels are compared with does not know the family",
+    "images/test_families_on_a_server.py::test_pixels_left_out_in_the_trainer_are_found_by_the_gap": "the same fault of the "
+    "trainer in test_families_on_vllm.py",
     "images/test_pictures_on_two_ranks.py::": "test_two_ranks.py without pictures, and pictures on one rank",
     "images/test_pictures_verified.py::test_every_fault_of_pictures_is_caught[qwen2_5_vl-vllm": "its row without vLLM",
     "images/test_turns_on_vllm.py::test_a_server_is_sent_later_pictures_too": "later pictures in this process, and "

@@ -15,13 +15,13 @@ import pytest
 import lockstep
 from lockstep.cli.past_runs.next_commands import next_lines
 from lockstep.errors import EngineLost, InputError, Interrupted, LockstepError, ProofError
-from lockstep.parity.receipt import Receipt, read_receipt
 from lockstep.report.page.report import render_report
 from lockstep.report.page.run_record import read_run
+from lockstep.run.files.about_run import about_run
+from lockstep.run.files.run_directory import SETTINGS, open_run
+from lockstep.run.files.run_identity import changed_fields, curve_settings
 from lockstep.secret import HIDDEN, is_secret_name, masked, without_secrets
-from lockstep.training.run_files.about_run import about_run
-from lockstep.training.run_files.run_directory import SETTINGS, open_run
-from lockstep.training.run_files.run_identity import changed_fields, curve_settings
+from lockstep.watch.receipt import Receipt, read_receipt
 
 SECRETS = (
     "hf_AbCdEf12345678",

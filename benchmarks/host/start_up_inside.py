@@ -58,7 +58,7 @@ class _WrapAtImport:
 
     @staticmethod
     def find_spec(name: str, path: Any, target: Any = None) -> Any:
-        if name == "lockstep.training.generate.source":
+        if name == "lockstep.run.source":
             sys.meta_path.pop(0)
             from lockstep.engines.vllm.in_process import VLLMInProcess
 

@@ -66,7 +66,7 @@ def main() -> None:
 def whole_vocabulary() -> Iterator[None]:
     """In this context, the trainer ignores the kept ids, and no gap stops it."""
     from lockstep.training.forward.scoring import _Head
-    from lockstep.training.generate.proofs.proofs import Proofs
+    from lockstep.watch.engine import Proofs
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(_Head, "among_kept", _Head.of_rows))

@@ -80,7 +80,7 @@ def train(methods: Sequence[str], steps: int) -> dict[str, list[float]]:
 
 def rewards_of(run: Path) -> list[float]:
     """Mean reward of each log entry of a run, read from its last checkpoint."""
-    from lockstep.training.run_files.checkpoints import TRAINER_STATE, last_checkpoint
+    from lockstep.run.files.checkpoints import TRAINER_STATE, last_checkpoint
 
     last = last_checkpoint(run)
     if last is None:

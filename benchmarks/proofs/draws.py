@@ -28,9 +28,9 @@ import torch
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from lockstep.parity.sampling.bets import BETS, TokenDraws, Values
-from lockstep.parity.sampling.draws import FALSE_ALARM, SLACK
 from lockstep.training.forward.draw_sums import DrawSums
+from lockstep.watch.bets import BETS, TokenDraws, Values
+from lockstep.watch.draws import FALSE_ALARM, SLACK
 
 _PROMPTS = (
     "The old lighthouse keeper looked out over the sea and",

@@ -25,11 +25,11 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.expert_routing import experts_of
-from lockstep.parity.logprobs.rescoring import sampled_logps
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
 from lockstep.verify.stage import Stage
+from lockstep.watch.gap_explained import experts_of
+from lockstep.watch.rescoring import sampled_logps
 
 # A family, and further fields of its config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -83,10 +83,10 @@ def _deadline(minutes: float | None) -> float:
 def clean_syncs(model: str, max_syncs: int, dtype: str, seed: int, deadline: float) -> dict[str, float]:
     """Push changed weights `max_syncs` times, or until the deadline. After each push, probe every module and score the canary."""
     from lockstep.errors import ProofError
-    from lockstep.parity.logprobs.canary import score_canary
-    from lockstep.parity.logprobs.gap import over_limits
-    from lockstep.parity.tolerances import probe_limit
     from lockstep.verify.stage import open_stage, stage_config
+    from lockstep.watch.canary import score_canary
+    from lockstep.watch.gap import over_limits
+    from lockstep.watch.tolerances import probe_limit
 
     worst = {"module_probe": 0.0, "canary_mean": 0.0, "canary_max": 0.0, "canary_k3": 0.0}
     alarms, count, noise = 0, 0, torch.randn(1 << 21, generator=torch.Generator().manual_seed(seed))
@@ -153,11 +153,11 @@ def clean_steps(
     import tiny
 
     from lockstep.errors import ProofError
-    from lockstep.parity.receipt import RECEIPT, read_receipt
-    from lockstep.parity.sampling.draws import DrawEvidence
     from lockstep.report.log_lines import LogLines
-    from lockstep.training.trainers.grpo import GRPOTrainer
+    from lockstep.run.trainers.grpo import GRPOTrainer
     from lockstep.verify.stage import stage_config
+    from lockstep.watch.draws import DrawEvidence
+    from lockstep.watch.receipt import RECEIPT, read_receipt
 
     with tempfile.TemporaryDirectory() as folder:
         small = model in tiny.KINDS
@@ -239,14 +239,14 @@ class KeptSetRecord:
         """A callback that reads the figures after each step."""
         from transformers import TrainerCallback
 
-        from lockstep.parity.sampling.kept_sets import mean_limit
+        from lockstep.watch.kept_sets import mean_limit
 
         found, proofs = self._found, self._proofs
 
         class Reader(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 sets = proofs.kept_sets
-                found.append((sets, mean_limit(sets.tokens, proofs.distribution.sampling, proofs._tail.limit)))
+                found.append((sets, mean_limit(sets.tokens, proofs.distribution.sampling, proofs.tail.limit)))
 
         return Reader()
 

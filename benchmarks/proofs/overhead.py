@@ -106,8 +106,8 @@ def measure(steps: int, folder: str, fields: list[str], tokens: int = 0) -> list
     from lockstep.cli.fields.data import data_of
     from lockstep.cli.process.quiet import quiet_libraries
     from lockstep.report.log_lines import LogLines
+    from lockstep.run.trainers.grpo import GRPOTrainer
     from lockstep.training.methods.grpo_config import GRPOConfig
-    from lockstep.training.trainers.grpo import GRPOTrainer
 
     quiet_libraries()
     line = [

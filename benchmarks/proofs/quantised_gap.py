@@ -21,17 +21,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
+from lockstep.models.autocast import Precision
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.logprobs.canary import canary_sequences
-from lockstep.parity.logprobs.gap import GapStats, measure_gap
-from lockstep.parity.logprobs.quantised_gap import computing_in_8_bits
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
-from lockstep.parity.proven_push import ProvenPusher
 from lockstep.tokens.tokenizer import embedding_rows, load_tokenizer
+from lockstep.watch.canary import canary_sequences
+from lockstep.watch.gap import GapStats, measure_gap
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.quantised_gap import computing_in_8_bits
+from lockstep.watch.rescoring import completion_logps
 
 HALF, SINGLE, CONTEXT = Precision(torch.bfloat16), Precision(), 512
 TEXTS = (

@@ -115,36 +115,35 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     """The counted functions: name of the proof, owner of the functions, their names, and a function that tells when they count."""
     import torch
 
-    import lockstep.engines.inbox as inbox
-    import lockstep.engines.tensor_specs as reading
+    import lockstep.contract.inbox as inbox
+    import lockstep.contract.tensors as reading
     import lockstep.rollouts.driver as driver
-    import lockstep.training.generate.proofs.proofs as proofs
-    import lockstep.training.loop as loop
-    import lockstep.training.step.generation as generation
-    import lockstep.training.step.update_sums as update_sums
-    from lockstep.parity.backward.finite_differences import Added
-    from lockstep.parity.backward.hooks import HeldHooks
-    from lockstep.parity.receipt import Receipt
-    from lockstep.parity.sampling.draws import DrawEvidence
-    from lockstep.parity.sampling.ends import Ends
-    from lockstep.parity.sampling.independent_samples import Seeds
-    from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptSetStats
-    from lockstep.parity.step.accumulation import AccumulationProof
-    from lockstep.parity.step.advantages import AdvantageProof
-    from lockstep.parity.step.drawn import Drawn
-    from lockstep.parity.step.rates import Rates
-    from lockstep.parity.step.reference import FrozenWeights
-    from lockstep.parity.step.update import UpdateProof
-    from lockstep.parity.user_settings import SettingsProof
-    from lockstep.parity.weights.module_probe import ModuleProbe
+    import lockstep.watch.engine as proofs
+    import lockstep.watch.evidence as evidence
+    import lockstep.watch.run as watch
     from lockstep.rollouts.record import Record
     from lockstep.training.forward.draw_sums import DrawSums
-    from lockstep.training.generate.proofs.asked_again import AskedAgain
-    from lockstep.training.step.drawn_rows import DrawnRows
-    from lockstep.training.step.loss_gradient import LossGradient
-    from lockstep.training.step.model_gradient import ModelGradient
-    from lockstep.training.step.step_proofs import StepProofs
     from lockstep.training.step.update import Policy
+    from lockstep.watch.accumulation import AccumulationProof
+    from lockstep.watch.advantages import AdvantageProof
+    from lockstep.watch.draws import DrawEvidence
+    from lockstep.watch.ends import Ends
+    from lockstep.watch.finite_differences import Added
+    from lockstep.watch.forward import PlainForward
+    from lockstep.watch.hooks import HeldHooks
+    from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats
+    from lockstep.watch.loss_gradient import LossGradient
+    from lockstep.watch.model_gradient import ModelGradient
+    from lockstep.watch.modules import ModuleProbe
+    from lockstep.watch.rates import Rates
+    from lockstep.watch.receipt import Receipt
+    from lockstep.watch.reference import FrozenWeights
+    from lockstep.watch.rewards import AskedAgain
+    from lockstep.watch.rows_of_logits import DrawnRows
+    from lockstep.watch.samples import Seeds
+    from lockstep.watch.settings import SettingsProof
+    from lockstep.watch.update import UpdateProof
+    from lockstep.watch.windows import Drawn
 
     found: list[tuple[str, Any, tuple[str, ...]]] = [
         (DIGEST, reading, ("tensor_digest",)),
@@ -157,19 +156,19 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("kept_ids", KeptSetProof, ("check",)),
         ("kept_ids", KeptSetStats, ("check_mean",)),
         ("draws", DrawSums, ("of_rows", "of_sets")),
-        ("draws", update_sums, ("draws_of",)),
+        ("draws", evidence, ("draws_of",)),
         ("draws", DrawEvidence, ("add", "check")),
-        ("gap", update_sums, ("gap_of",)),
+        ("gap", evidence, ("gap_of",)),
         ("gap", proofs.Proofs, ("check_gap",)),
-        ("rows", loop, ("check_rows",)),
+        ("rows", watch, ("check_rows",)),
         ("scores", AskedAgain, ("check",)),
         ("rewards, advantages", AdvantageProof, ("__init__", "check")),
-        ("rewards, advantages", generation, ("advantage_proof",)),
+        ("rewards, advantages", watch, ("advantage_proof",)),
         # The proof that the trainer learns from what was sampled: the seal of each rollout, and its comparison with each pack.
         ("learned", driver, ("seal_of",)),
-        ("learned", loop, ("sampled_tokens",)),
-        ("learned", StepProofs, ("check_part", "check_tokens")),
-        ("forward", StepProofs, ("check_forward",)),
+        ("learned", watch, ("sampled_tokens",)),
+        ("learned", watch, ("check_entering",)),
+        ("forward", PlainForward, ("check",)),
         ("loss_gradient", LossGradient, ("watch", "check")),
         ("model_gradient", ModelGradient, ("begin", "finish")),
         ("model_gradient", Added, ("__init__", "read")),
@@ -183,7 +182,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("learning_rate", Rates, ("at",)),
         ("update", UpdateProof, ("begin_step", "gradients", "after")),
         ("reference", FrozenWeights, ("check", "check_elements")),
-        ("ranks", loop, ("check_same_weights",)),
+        ("ranks", watch, ("check_same_weights",)),
         ("receipt", Receipt, ("append",)),
     ]
     always = [(*place, lambda: True) for place in found]

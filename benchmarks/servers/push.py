@@ -77,8 +77,8 @@ def measure(url: str, server: int, dtype: str, rounds: int) -> list[dict[str, fl
     from lockstep.connection import connect
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model
-    from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
     from lockstep.sync.push import push_weights
+    from lockstep.watch.modules import ModuleProbe, check_probe
 
     model = load_policy(resolve_model(MODEL), None)
     tensors = [p.detach() for p in model.parameters()]
@@ -111,9 +111,10 @@ def gap_of(engine: Any, model: Any, held: Any, version: int) -> float:
     """The parity gap on a few completions that the server samples now."""
     import torch
 
-    from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
-    from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
-    from lockstep.parity.tolerances import tolerance
+    from lockstep.contract.protocol import GenerationRequest, RequestKey
+    from lockstep.contract.sampling import Sampling
+    from lockstep.watch.gap import GapStats, measure_gap, over_limits
+    from lockstep.watch.tolerances import tolerance
 
     draw = torch.Generator().manual_seed(version)
     prompts = torch.randint(100, 40_000, (4, 16), generator=draw).tolist()

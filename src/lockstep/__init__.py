@@ -8,17 +8,17 @@ from lockstep.other_builds import hide_other_builds
 from lockstep.terminal_log import show_messages
 
 if TYPE_CHECKING:
+    from lockstep.run.trainers.grpo import GRPOTrainer
+    from lockstep.run.trainers.online_dpo import OnlineDPOTrainer
+    from lockstep.run.trainers.ppo import PPOTrainer
+    from lockstep.run.trainers.reinforce_pp import ReinforcePPTrainer
+    from lockstep.run.trainers.rloo import RLOOTrainer
     from lockstep.training.generate.rollouts.function import generate_rollout_completions
     from lockstep.training.methods.grpo_config import GRPOConfig
     from lockstep.training.methods.online_dpo import OnlineDPOConfig
     from lockstep.training.methods.ppo import PPOConfig
     from lockstep.training.methods.reinforce_pp import ReinforcePPConfig
     from lockstep.training.methods.rloo import RLOOConfig
-    from lockstep.training.trainers.grpo import GRPOTrainer
-    from lockstep.training.trainers.online_dpo import OnlineDPOTrainer
-    from lockstep.training.trainers.ppo import PPOTrainer
-    from lockstep.training.trainers.reinforce_pp import ReinforcePPTrainer
-    from lockstep.training.trainers.rloo import RLOOTrainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,24 +38,24 @@ __all__ = [
     "generate_rollout_completions",
 ]
 _WHERE = {
-    "GRPOConfig": "methods.grpo_config",
-    "GRPOTrainer": "trainers.grpo",
-    "OnlineDPOConfig": "methods.online_dpo",
-    "OnlineDPOTrainer": "trainers.online_dpo",
-    "PPOConfig": "methods.ppo",
-    "PPOTrainer": "trainers.ppo",
-    "ReinforcePPConfig": "methods.reinforce_pp",
-    "ReinforcePPTrainer": "trainers.reinforce_pp",
-    "RLOOConfig": "methods.rloo",
-    "RLOOTrainer": "trainers.rloo",
-    "generate_rollout_completions": "generate.rollouts.function",
+    "GRPOConfig": "training.methods.grpo_config",
+    "GRPOTrainer": "run.trainers.grpo",
+    "OnlineDPOConfig": "training.methods.online_dpo",
+    "OnlineDPOTrainer": "run.trainers.online_dpo",
+    "PPOConfig": "training.methods.ppo",
+    "PPOTrainer": "run.trainers.ppo",
+    "ReinforcePPConfig": "training.methods.reinforce_pp",
+    "ReinforcePPTrainer": "run.trainers.reinforce_pp",
+    "RLOOConfig": "training.methods.rloo",
+    "RLOOTrainer": "run.trainers.rloo",
+    "generate_rollout_completions": "training.generate.rollouts.function",
 }
 
 
 def __getattr__(name: str) -> Any:
     # vLLM must see our environment settings before it is imported, and `lockstep --help` must not import torch.
     if name in _WHERE:
-        return getattr(import_module(f"lockstep.training.{_WHERE[name]}"), name)
+        return getattr(import_module(f"lockstep.{_WHERE[name]}"), name)
     raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
 
 

@@ -2,7 +2,7 @@
 
 It has four methods: `update_weights`, `generate`, `score` and `verify`. `update_weights` loads a model's weights into the servers
 and proves that they hold them. The other methods raise an error if a server does not hold these weights. This module uses `sync/`
-and `parity/`, and does not use `training/`.
+and `watch/`, and does not use `training/`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedModel
 
+from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
 from lockstep.engines.http.server_calls import ServerCalls, check_urls
-from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.handshake import check_settings, expected_settings
-from lockstep.parity.logprobs.gap import GapStats
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.weights.module_probe import ProbeRecord
+from lockstep.models.autocast import Precision
 from lockstep.server.keys import key_for
 from lockstep.sync.push import SyncRecord
-from lockstep.sync.wire.transport import choose_transport
+from lockstep.sync.wire.transport import WeightTransport, choose_transport
+from lockstep.watch.gap import GapStats
+from lockstep.watch.handshake import check_settings, expected_settings
+from lockstep.watch.modules import ProbeRecord
+from lockstep.watch.push import ProvenPusher
 
 
 class Connection:
@@ -86,7 +85,8 @@ class Connection:
 
         Raises:
             InputError: a sequence has fewer than two ids, or fills the whole context.
-            ProofError, EngineLost: as in `generate`.
+            ProofError: the servers have received no weights yet, or an answer does not match its request.
+            EngineLost: a server was lost.
         """
         return self.engine.score({name: tuple(ids) for name, ids in sequences.items()})
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from portions import portion
 from trl_batches import Batch, ids_of, random_batch, without_model
 
 from lockstep.algorithms.corrections import importance_weights
@@ -29,6 +30,13 @@ from lockstep.algorithms.sequence_loss import vespo_loss
 pytest.importorskip("trl", reason="TRL is not installed here")
 
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
+LEVELS = ["token", "sequence"]
+CORRECTIONS = [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+# CI has every two of a loss, a level and a correction together.
+SETTINGS = portion(
+    product(LOSSES, LEVELS, CORRECTIONS),
+    lambda case: (LOSSES.index(case[0]) + LEVELS.index(case[1]) + CORRECTIONS.index(case[2])) % 2 == 0,
+)
 LIMIT = 9
 SAPO = (1.0, 1.05)
 VESPO = (2.0, 3.0, 3.0, 2.0)
@@ -186,9 +194,7 @@ def with_gradient(batch: Batch) -> Batch:
     return replace(batch, logps=batch.logps.clone().requires_grad_())
 
 
-@pytest.mark.parametrize("correction", [None, "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "level", "correction"), SETTINGS)
 def test_loss_gradient_and_metrics_are_trls(loss: str, level: str, correction: str | None) -> None:
     for seed, case in enumerate(cases(loss, level, correction)):
         theirs, ours = with_gradient(random_batch(seed)), with_gradient(random_batch(seed))

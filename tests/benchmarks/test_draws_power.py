@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks.proofs import draws as benchmark
-from lockstep.parity.sampling.bets import BETS
-from lockstep.parity.sampling.draws import DrawEvidence, DrawStats
+from lockstep.watch.bets import BETS
+from lockstep.watch.draws import DrawEvidence, DrawStats
 
 
 def test_the_evidence_along_the_tokens_is_that_of_a_first_generation() -> None:

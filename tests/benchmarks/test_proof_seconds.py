@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.proofs import seconds as proof_seconds
 from benchmarks.proofs.seconds import FORWARD, Seconds, Spent
-from lockstep.parity.sampling.draws import DrawEvidence, DrawStats
 from lockstep.training.step.update import Policy
+from lockstep.watch.draws import DrawEvidence, DrawStats
 
 
 def test_a_proof_inside_another_counts_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:

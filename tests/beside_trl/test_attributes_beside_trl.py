@@ -14,9 +14,9 @@ from methods import GROUPS, PAIRS, PROMPTS, by_length, make
 from pairs import _loaded, _tokenizer, _trl
 from transformers import Trainer
 
-from lockstep.engines.protocol import Engine
-from lockstep.training.trainers.attribute import Absent
-from lockstep.training.trainers.trl_names import TRLNames
+from lockstep.contract.protocol import Engine
+from lockstep.run.trainers.attribute import Absent
+from lockstep.run.trainers.trl_names import TRLNames
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 pytest.importorskip("trl")

@@ -15,8 +15,8 @@ from lockstep.cli.fields.describe import CLASSES, as_text, describe
 from lockstep.cli.fields.description import FIELDS_FILE, fields_of
 from lockstep.cli.fields.groups import COMMON, GROUPS
 from lockstep.cli.main import main
-from lockstep.parity.receipt import Receipt
 from lockstep.training.config.fields.trl import ONE_VALUE, UNSUPPORTED, WITHOUT_EFFECT
+from lockstep.watch.receipt import Receipt
 
 # Runs command lines in one process, and prints after each command line which modules it has imported.
 PROBE = """

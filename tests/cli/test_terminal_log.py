@@ -8,8 +8,8 @@ import sys
 import pytest
 
 SAY = """
-logging.getLogger("lockstep.training.loop").info("a note")
-logging.getLogger("lockstep.training.loop").warning("a warning")
+logging.getLogger("lockstep.run.loop").info("a note")
+logging.getLogger("lockstep.run.loop").warning("a warning")
 logging.getLogger("lockstep.training.config.checks").warning("a setting")
 """
 

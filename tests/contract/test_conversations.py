@@ -18,17 +18,19 @@ from test_engine_contract import forward_logits
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, derived_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, derived_seed
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import LockstepError
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
+from lockstep.models.autocast import Precision
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.conversation import Conversation, single_turn
 from lockstep.rollouts.driver import Driver, Start, starts_for
 from lockstep.rollouts.group import Prompt
 from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.watch.rescoring import completion_logps
 
 INSERTED = (77, 78, 79)
 PROMPTS = [Prompt(f"row/{i}", (5 + i, 9, 11, 40), "text") for i in range(4)]
@@ -218,7 +220,7 @@ def test_a_push_may_land_in_the_middle_of_a_conversation(
         assert between.wait(120)
         with ahead.held():
             push_weights(second, engine, 2)
-        driver._loop.run(opened(go_on))
+        driver.loop.run(opened(go_on))
         found = ahead.take(3)
     completions = [rollout.completion for rollout in found.values()]
     for key in waiting:

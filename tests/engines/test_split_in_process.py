@@ -28,17 +28,19 @@ from tiny import CONTEXT, make_model, perturbed
 from transformers import PreTrainedModel
 from two_ranks import ALONE
 
-from lockstep.engines.adapters.in_process import adapter_arguments
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm import in_process
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
-from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.weights.module_probe import ModuleProbe
+from lockstep.models.autocast import Precision
+from lockstep.run.engine import transport_here
 from lockstep.sync.adapters.source import adapter_shape
 from lockstep.sync.push import let_sleep, push_weights
-from lockstep.training.generate.engine import transport_here
+from lockstep.watch.modules import ModuleProbe
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.rescoring import completion_logps
 
 pytestmark = VLLM
 REQUESTS = [GenerationRequest(RequestKey(f"p{i}", 0), (7, 8, 9 + i), Sampling(16), 50 + i) for i in range(6)]

@@ -28,7 +28,7 @@ def test_a_model_of_the_same_class_is_trained_beside_the_engine(tmp_path: Path) 
         assert {base.__name__ for base in served.__bases__} == {"PhiModel", "TorchCompileWithNoGuardsWrapper"}
         assert what_vllm_changes() == before
         called: list[torch.nn.Module] = []
-        with stage.trainer.loop.hooks.taking():
+        with stage.trainer.watch.hooks.taking():
             stage.model.base_model.register_forward_hook(lambda module, inputs, output: called.append(module))
         assert stage.step() > 0
         assert called

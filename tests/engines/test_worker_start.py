@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from contextlib import ExitStack
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +20,14 @@ import torch
 from conftest import needs_vllm
 
 from lockstep import GRPOConfig
+from lockstep.engines.vllm.port.patches import keep_process_group
 from lockstep.engines.vllm.workers import start
-from lockstep.engines.vllm.workers.environment import keep_process_group, process_start, socket_folder
+from lockstep.engines.vllm.workers.environment import process_start, socket_folder
 from lockstep.engines.vllm.workers.start import number_of_workers
 from lockstep.errors import InputError
 from lockstep.integrations.trl_parameters import check_parameters
-from lockstep.training.generate import engine as engine_choice
-from lockstep.training.generate.engine import check_beside_ranks, start_here
+from lockstep.run import engine as engine_choice
+from lockstep.run.engine import check_beside_ranks, start_here
 
 # A script without a guard: it would train again in each process that imports it.
 SCRIPT = """
@@ -228,3 +231,18 @@ def test_triton_rounds_no_float32_of_an_engine_in_this_process(
     with pytest.raises(InputError, match="not installed"):
         start.start_vllm(arguments, ExitStack())
     assert os.environ.get("TRITON_F32_DEFAULT") == ("ieee" if exact else None)
+
+
+def test_an_environment_in_which_vllm_would_not_find_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["vllm.general_plugins"]["lockstep"]
+    found: list[EntryPoint] = []
+    monkeypatch.setattr(start, "entry_points", lambda **_: found)
+    for other in ("lockstep.nowhere:register", "lockstep.engines.vllm.plugin:other", "lockstep.threads:CallLoop"):
+        with pytest.raises(InputError, match=r"install Lockstep again \(pip install"):
+            start.check_plugin()
+        found[:] = [EntryPoint("lockstep", other, "vllm.general_plugins")]
+    with pytest.raises(InputError):
+        start.check_plugin()
+    found.append(EntryPoint("lockstep", declared, "vllm.general_plugins"))
+    start.check_plugin()

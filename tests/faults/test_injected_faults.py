@@ -18,16 +18,16 @@ from conftest import needs_vllm
 from rich.console import Console
 from stages import in_small_parts, stage_on
 
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.parity.logprobs.rescoring import completion_logps
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.tokens.end import end_ids
 from lockstep.verify.faults import backward, learned, learning, losses
-from lockstep.verify.faults.ends import _even_chance
+from lockstep.verify.faults.ends import even_chance
 from lockstep.verify.faults.filters import samples_with
 from lockstep.verify.faults.seams import REACH, Fault, Patch, is_vllm
 from lockstep.verify.run import recover
 from lockstep.verify.self_test import FAULTS, Verdict, _verdict, print_verdicts, run_self_test
 from lockstep.verify.stage import Stage
+from lockstep.watch.rescoring import completion_logps
 
 NO_FAULT = Fault("none", "no fault at all", lambda stage: nullcontext())
 # The proofs that may stop each fault. Where there are two, the sampled tokens decide which one comes first.
@@ -271,7 +271,7 @@ def test_completions_end_under_a_policy_that_would_hardly_end_them(stage: Stage)
         with torch.no_grad():
             stage.model.lm_head.weight *= 8
         assert median(chances(stage.sampling(temperature=1.0))) < 0.1
-        bias = dict.fromkeys(map(str, ends), _even_chance(stage, ends))
+        bias = dict.fromkeys(map(str, ends), even_chance(stage, ends))
         with samples_with(stage, logit_bias=bias):
             assert median(chances(stage.trainer.proofs.distribution)) == pytest.approx(0.5, abs=0.02)
 

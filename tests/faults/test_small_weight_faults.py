@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lockstep.errors import ProofError
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.verify.faults.seams import loads_instead
 from lockstep.verify.stage import Stage
+from lockstep.watch.modules import ModuleProbe, check_probe
 
 
 def matrices(stage: Stage) -> list[str]:

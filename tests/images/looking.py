@@ -19,9 +19,9 @@ import lockstep
 from lockstep.errors import ProofError
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.prompts import ImagePrompts
+from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.training.forward import scoring
-from lockstep.training.trainers.grpo import GRPOTrainer
-from lockstep.training.trainers.online import OnlineTrainer
 
 
 def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:

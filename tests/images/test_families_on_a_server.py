@@ -29,7 +29,7 @@ from lockstep.engines.http.requests import pictures as server_pictures
 from lockstep.engines.http.requests import sending as server_requests
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import ProofError
-from lockstep.parity.weights.module_probe import ModuleProbe
+from lockstep.watch.modules import ModuleProbe
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT, BF16_LIMIT = 1e-3, 0.15
@@ -118,7 +118,7 @@ def test_equal_tiles_of_one_picture_are_proven_too(folder: str, tmp_path: Path, 
     trainer = look(folder, tmp_path, rows, engine=engine)
     trainer.train()
     assert max(gaps(trainer)) < LIMIT
-    (first, *_) = (p.pictures for p in trainer._train_prompts)
+    (first, *_) = (p.pictures for p in trainer.loop.prompts)
     assert first is not None
     assert len(set(first.in_pieces.digests)) < len(first.in_pieces.digests) or not first.pictures[0].in_tiles
 

@@ -23,8 +23,8 @@ from tiny import CONTEXT
 from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
-from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.training.forward import scoring
+from lockstep.watch.modules import ModuleProbe
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT, BF16_LIMIT = 1e-3, 0.15

@@ -10,15 +10,15 @@ import torch
 from seeing import IN_VLLM, make_seeing, make_seeing_tokenizer, mixed_rows, picture, save_seeing
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.images.prompts import ImagePrompts
-from lockstep.parity.logprobs.rescoring import completion_logps
 from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
+from lockstep.watch.rescoring import completion_logps
 
 
 @pytest.fixture(scope="module", params=list(IN_VLLM))

@@ -26,9 +26,9 @@ from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.group import Prompt
+from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.training.data.prompts import digest_of_prompts
-from lockstep.training.generate.proofs.evaluation import count_seen
-from lockstep.training.trainers.grpo import GRPOTrainer
+from lockstep.watch.rewards import count_seen
 
 LIMIT = 1e-3
 
@@ -71,7 +71,7 @@ def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(folder: str, tm
     assert shown == {0, 1, 2}
     engine = trainer.engine
     assert isinstance(engine, TransformersEngine)
-    theirs = dict(engine._model.named_parameters())
+    theirs = dict(engine.model.named_parameters())
     assert all(torch.equal(p, theirs[name]) for name, p in trainer.model.named_parameters())
 
 

@@ -14,14 +14,14 @@ from PIL import Image
 from seeing import mixed_rows, picture
 from seeing_caller import draw, save_seeing_caller
 
+from lockstep.contract.protocol import Completion
 from lockstep.engines import transformers_engine
-from lockstep.engines.protocol import Completion
 from lockstep.errors import LockstepError, ProofError
 from lockstep.images.pictures import model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Rollout
-from lockstep.training.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.grpo import GRPOTrainer
 
 LIMIT = 1e-3
 # One family with patches and one with tiles, and the others of each kind. In CI, `test_families_on_vllm.py` has Qwen2-VL's turns.

@@ -20,8 +20,8 @@ from training_words import words
 
 from lockstep.cli.main import main
 from lockstep.errors import InputError
-from lockstep.training.run_files.checkpoints import checkpoint_step, last_checkpoint
-from lockstep.training.run_files.whole_run import check_checkpoint
+from lockstep.run.files.checkpoints import checkpoint_step, last_checkpoint
+from lockstep.run.files.whole_run import check_checkpoint
 
 Damage = Callable[[Path], Any]
 LAST, FIRST = "checkpoint-2", "checkpoint-1"

@@ -14,13 +14,13 @@ from recording import Recording, plain_logps
 from tiny import save
 from transformers import AutoModelForCausalLM, Cohere2Config
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.integrations.trl import LockstepGeneration
 from lockstep.integrations.trl_parameters import urls_of
-from lockstep.parity.logprobs.rescoring import completion_logps
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.watch.rescoring import completion_logps
 
 PROMPTS = [[5, 6, 7], [5, 6, 7], [40, 41], [40, 41]]
 
@@ -217,7 +217,7 @@ class Dying(TransformersEngine):
 
     def recover(self) -> None:
         self._version = None
-        torch.nn.init.zeros_(self._model.model.embed_tokens.weight)
+        torch.nn.init.zeros_(self.model.model.embed_tokens.weight)
 
 
 def test_an_engine_that_was_lost_gets_the_weights_again_and_gives_the_same_tokens(setting: Setting) -> None:

@@ -16,8 +16,8 @@ from lockstep import GRPOConfig
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.models.reward_model import RewardModel, load_reward_model
+from lockstep.run.trainers.setup.arguments import check_reference_model
 from lockstep.training.forward.policy import open_policy
-from lockstep.training.trainers.setup.arguments import check_reference_model
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 Tensors = dict[str, torch.Tensor]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import lockstep
-from lockstep.parity.resume.code_digest import code_digest
+from lockstep.watch.code_digest import code_digest
 from lockstep.whose_code import is_installed, is_users
 
 HELPER = "def helped(x):\n    return x + 1\n"

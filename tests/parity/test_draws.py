@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lockstep.errors import ProofError
-from lockstep.parity.sampling.bets import BETS, TokenDraws
-from lockstep.parity.sampling.draws import FALSE_ALARM, DrawEvidence, DrawStats, measure_draws
 from lockstep.training.forward.draw_sums import DrawSums
+from lockstep.watch.bets import BETS, TokenDraws
+from lockstep.watch.draws import FALSE_ALARM, DrawEvidence, DrawStats, measure_draws
 
 Choice = Callable[[torch.Tensor], torch.Tensor]
 _LIMIT = -math.log(FALSE_ALARM)

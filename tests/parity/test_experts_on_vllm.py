@@ -12,12 +12,12 @@ from model_families import save_family
 from stages import stage_on
 
 from benchmarks.proofs.expert_routing import measured_on
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.decomposition import Decomposition, decompose
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.tolerances import tolerance
 from lockstep.verify.faults.weights import FAULTS
 from lockstep.verify.stage import Stage
+from lockstep.watch.gap_explained import Decomposition, decompose
+from lockstep.watch.tolerances import tolerance
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 

@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.gap import GapStats, PooledGap, check_count, gap_error, measure_gap, over_limits
-from lockstep.parity.tolerances import tolerance
+from lockstep.watch.gap import GapStats, PooledGap, check_count, gap_error, measure_gap, over_limits
+from lockstep.watch.tolerances import tolerance
 
 SINGLE = tolerance(torch.float32, torch.float32)
 

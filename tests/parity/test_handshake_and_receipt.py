@@ -15,10 +15,11 @@ from full_disk import full_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.protocol import EngineSettings, Grammar, Sampling
+from lockstep.contract.protocol import EngineSettings
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.handshake import ExpectedSettings, check_settings
-from lockstep.parity.receipt import Receipt, check_chain
+from lockstep.watch.handshake import ExpectedSettings, check_settings
+from lockstep.watch.receipt import Receipt, check_chain
 
 ACTUAL = EngineSettings(
     "vllm", "m", "Llama", torch.float32, torch.float32, 100, 64, "processed_logprobs", True, False, None, {}

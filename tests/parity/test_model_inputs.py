@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from lockstep.models.base_digest import base_digest, weights_digest
 from lockstep.models.policy import load_policy
-from lockstep.parity.resume.model_inputs import changed_meaning, config_meaning, model_meaning, tokenizer_meaning
-from lockstep.parity.resume.surroundings import changed_surroundings, surroundings
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import fit_vocabulary, load_tokenizer
+from lockstep.watch.model_inputs import changed_meaning, config_meaning, model_meaning, tokenizer_meaning
+from lockstep.watch.surroundings import changed_surroundings, surroundings
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from lockstep.definitions.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.handshake import check_settings, expected_settings
-from lockstep.parity.logprobs.canary import score_canary
-from lockstep.parity.logprobs.gap import over_limits
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.proven_push import ProvenPusher
-from lockstep.parity.tolerances import tolerance
-from lockstep.parity.weights.module_probe import ModuleProbe
+from lockstep.models.autocast import Precision
+from lockstep.watch.canary import score_canary
+from lockstep.watch.gap import over_limits
+from lockstep.watch.handshake import check_settings, expected_settings
+from lockstep.watch.modules import ModuleProbe
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.tolerances import tolerance
 
 pytestmark = VLLM
 SCHEME = "fp8_per_channel"

@@ -10,13 +10,14 @@ import torch
 from tiny import make_model
 from transformers import PreTrainedModel
 
+from lockstep.contract.probe import quantised_vector
+from lockstep.contract.sampling import Sampling
 from lockstep.definitions.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
-from lockstep.engines.probe import quantised_vector
-from lockstep.engines.protocol import Sampling
-from lockstep.parity.logprobs.gap import GapStats, over_limits
-from lockstep.parity.logprobs.quantised_gap import computing_in_8_bits, widened
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
-from lockstep.parity.tolerances import tolerance
+from lockstep.models.autocast import Precision
+from lockstep.watch.gap import GapStats, over_limits
+from lockstep.watch.quantised_gap import computing_in_8_bits, widened
+from lockstep.watch.rescoring import completion_logps
+from lockstep.watch.tolerances import tolerance
 
 HALF = tolerance(torch.bfloat16, torch.bfloat16)
 BF16 = Precision(torch.bfloat16)

@@ -18,10 +18,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lockstep.engines.protocol import Grammar, Sampling
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import LockstepError
-from lockstep.parity.logprobs import rescoring
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps, sequence_logits
+from lockstep.models.autocast import Precision
+from lockstep.watch import rescoring
+from lockstep.watch.rescoring import completion_logps, sequence_logits
 
 PROMPT, TOKENS = tuple(range(7, 19)), tuple((37 * i) % 300 + 4 for i in range(80))
 VOCABULARY = 384

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lockstep.models import cuda
-from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
-from lockstep.parity.logprobs.gap_tail import GapTail
-from lockstep.parity.tolerances import FALSE_ALARM, probe_limit, tolerance
+from lockstep.watch.gap import GapStats, GapTail, measure_gap, over_limits
+from lockstep.watch.tolerances import FALSE_ALARM, probe_limit, tolerance
 
 HALF = tolerance(torch.bfloat16, torch.bfloat16)
 SINGLE = tolerance(torch.float32, torch.float32)

@@ -12,12 +12,12 @@ from tiny import make_model, make_tokenizer, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.parity.step import update
-from lockstep.parity.weights.module_probe import ModuleProbe
 from lockstep.to_device import on_host
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.training.forward.draw_sums import DrawSums
 from lockstep.training.forward.filters.kept_logps import KeptSets, _parts
+from lockstep.watch import update
+from lockstep.watch.modules import ModuleProbe
 
 _ROWS, _WIDTH, _IDS = 20_000, 64, 3000
 
@@ -85,7 +85,7 @@ def of_places() -> dict[str, Any]:
         gradient[place] = -2.0
     gradients[0][72:75] = torch.tensor([1.0, -3.0, 2.0])
     gradients.append(torch.zeros(40))
-    with patch.object(update, "_SEARCHED", 16):
-        on_cpu = [int(update._some_nonzero(gradient)) for gradient in gradients]
-        on_device = [int(found) for found in on_host([update._some_nonzero(g.to("cuda")) for g in gradients])]
+    with patch.object(update, "SEARCHED", 16):
+        on_cpu = [int(update.some_nonzero(gradient)) for gradient in gradients]
+        on_device = [int(found) for found in on_host([update.some_nonzero(g.to("cuda")) for g in gradients])]
     return {"cpu": on_cpu, "cuda": on_device}

@@ -18,7 +18,7 @@ from lockstep.report.live import About, LiveView, clock, sparkline
 from lockstep.report.phases import PhaseClock
 from lockstep.report.status import StatusLine
 from lockstep.report.summary import summarise, summary_lines
-from lockstep.training.run_files.step_log import StepLog
+from lockstep.run.files.step_log import StepLog
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:

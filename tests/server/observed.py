@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.cli.main import main
 from lockstep.report.phases import PhaseClock
-from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.run.trainers.online import OnlineTrainer
 
 PHASE_FILE = "LOCKSTEP_TESTS_PHASE_FILE"
 _WIDTH = 24

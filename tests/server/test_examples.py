@@ -22,8 +22,8 @@ from example_scripts import EXAMPLES, example
 from servers import KEY, Server, free_port, is_free
 from transformers import AutoModelForCausalLM
 
-from lockstep.parity.receipt import check_receipt
 from lockstep.server.keys import KEY_VARIABLE
+from lockstep.watch.receipt import check_receipt
 
 pytestmark = VLLM
 

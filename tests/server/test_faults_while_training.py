@@ -26,9 +26,9 @@ from training import equal, make_trainer, train, weights
 from transformers import TrainerCallback
 
 from lockstep.errors import ProofError
-from lockstep.parity.receipt import check_receipt
-from lockstep.training.run_files.checkpoints import last_checkpoint
-from lockstep.training.trainers.grpo import GRPOTrainer
+from lockstep.run.files.checkpoints import last_checkpoint
+from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.watch.receipt import check_receipt
 
 pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 

@@ -27,24 +27,24 @@ from tiny import make_model, perturbed
 from training import even_tokens, make_trainer, train
 from transformers import PreTrainedModel
 
-import lockstep.parity.proven_push as proofs
+import lockstep.watch.push as proofs
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost, InputError, ProofError
-from lockstep.parity.receipt import check_receipt
 from lockstep.rollouts.group import RolloutGroup
+from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.online import OnlineTrainer
+from lockstep.run.trainers.online_dpo import OnlineDPOTrainer
+from lockstep.run.trainers.ppo import PPOTrainer
+from lockstep.run.trainers.reinforce_pp import ReinforcePPTrainer
+from lockstep.run.trainers.rloo import RLOOTrainer
 from lockstep.sync.push import push_weights
 from lockstep.training.methods.online_dpo import OnlineDPOConfig
 from lockstep.training.methods.ppo import PPOConfig
 from lockstep.training.methods.reinforce_pp import ReinforcePPConfig
 from lockstep.training.methods.rloo import RLOOConfig
 from lockstep.training.step.generation import Generation
-from lockstep.training.trainers.grpo import GRPOTrainer
-from lockstep.training.trainers.online import OnlineTrainer
-from lockstep.training.trainers.online_dpo import OnlineDPOTrainer
-from lockstep.training.trainers.ppo import PPOTrainer
-from lockstep.training.trainers.reinforce_pp import ReinforcePPTrainer
-from lockstep.training.trainers.rloo import RLOOTrainer
 from lockstep.verify.explain import explain_run
+from lockstep.watch.receipt import check_receipt
 
 pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 
@@ -60,7 +60,7 @@ class Watch:
 
     @contextmanager
     def __call__(self, trainer: GRPOTrainer, step: int) -> Iterator[None]:
-        self.models[step] = deepcopy(trainer._causal()).eval()
+        self.models[step] = deepcopy(trainer.loop.policy().model).eval()
         yield
         assert trainer.loop.generation is not None
         self.generations[step] = trainer.loop.generation

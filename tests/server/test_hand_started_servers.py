@@ -22,8 +22,8 @@ from training import equal, make_trainer, train
 
 from lockstep.engines.http.server_calls import HOW_TO_START
 from lockstep.errors import InputError, ProofError
-from lockstep.parity.receipt import check_receipt
 from lockstep.server.keys import KEY_VARIABLE
+from lockstep.watch.receipt import check_receipt
 
 pytestmark = [*VLLM, pytest.mark.usefixtures("server_key")]
 

@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from servers import KEY, Server
 
 from lockstep.models.packaged import PACKAGED_MODEL
-from lockstep.parity.receipt import check_receipt
 from lockstep.server.keys import KEY_VARIABLE
+from lockstep.watch.receipt import check_receipt
 
 pytestmark = VLLM
 

@@ -21,10 +21,10 @@ from tiny import make_model, make_tokenizer, save
 from transformers import AutoModelForCausalLM
 
 import lockstep
+from lockstep.run.trainers.online_dpo import OnlineDPOTrainer
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.online_dpo import OnlineDPOObjective
-from lockstep.training.trainers.online_dpo import OnlineDPOTrainer
 
 pytestmark = VLLM
 SCRIPT = Path(__file__).parent / "trl_6228.py"

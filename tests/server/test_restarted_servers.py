@@ -20,9 +20,9 @@ from training import equal, make_trainer, train
 
 from lockstep.engines import connect
 from lockstep.errors import ProofError
+from lockstep.run.files.checkpoints import last_checkpoint
+from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.server.keys import KEY_VARIABLE, read_key
-from lockstep.training.run_files.checkpoints import last_checkpoint
-from lockstep.training.trainers.grpo import GRPOTrainer
 
 pytestmark = [*VLLM, pytest.mark.long]
 

@@ -19,13 +19,14 @@ from test_in_flight import gap_by_version
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel
 
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import LockstepError
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire.chunks import chunks
+from lockstep.watch.modules import ModuleProbe, check_probe
 
 pytestmark = VLLM
 KINDS = [pytest.param("untied", marks=pytest.mark.long), pytest.param("tied", marks=pytest.mark.release)]

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import datasets
 import torch
 
+from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.trainers.grpo import GRPOTrainer
 
 # Called with the trainer and the number of the step; returns a context in which the step runs.
 Sabotage = Callable[[GRPOTrainer, int], Any]
@@ -59,7 +59,7 @@ def make_trainer(
 
 
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer._policy_model().named_parameters()}
+    return {name: p.detach().clone() for name, p in trainer.trained_by_name()["policy"].named_parameters()}
 
 
 def train(trainer: GRPOTrainer, sabotage: Sabotage | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:

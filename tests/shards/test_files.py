@@ -11,11 +11,11 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
-from lockstep.parity.resume.checkpoint import memory_digests
 from lockstep.shards.files import read_optimizer, read_weights, write_shards
 from lockstep.shards.gradients import clip_sharded
 from lockstep.shards.passes import Passes
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+from lockstep.watch.resume import memory_digests
 
 __all__ = ["passes", "shard"]
 

@@ -18,11 +18,8 @@ from tiny import make_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.tensors import LoadedWeights, tensor_specs
 from lockstep.errors import InputError, LockstepError, ProofError
-from lockstep.parity.logprobs.rescoring import sequence_logits
-from lockstep.parity.step.accumulation import AccumulationProof
 from lockstep.shards.fsdp import FsdpWeights
 from lockstep.shards.model import ShardedModel, sharded
 from lockstep.shards.passes import Passes
@@ -35,6 +32,8 @@ from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.passes import in_passes
 from lockstep.training.forward.scoring import TokenScores, score_pack
+from lockstep.watch.accumulation import AccumulationProof
+from lockstep.watch.rescoring import sequence_logits
 
 IDS = [3, 1, 4, 1, 5]
 Shard = Callable[..., ShardedModel]

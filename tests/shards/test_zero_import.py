@@ -11,7 +11,7 @@ CODE = """
 import sys
 import lockstep.cli.main
 import lockstep.shards.zero.weights
-import lockstep.training.trainers.grpo
+import lockstep.run.trainers.grpo
 from lockstep.shards.zero.settings import take_zero_settings
 
 try:

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
-from lockstep.parity.weights.module_probe import ModuleProbe, check_probe
 from lockstep.sync.push import push_weights
+from lockstep.watch.modules import ModuleProbe, check_probe
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 
@@ -108,7 +108,7 @@ def test_a_weight_for_which_vllm_has_no_place_stops_the_push(tmp_path: Path) -> 
 
 def test_convolutions_round_in_vllms_processes_as_in_the_trainer(untied_vllm: VLLMInProcess) -> None:
     """A worker process has no trainer that chooses it. vLLM calls `register` in each of its processes."""
-    from lockstep.sync.vllm.plugin import register
+    from lockstep.engines.vllm.plugin import register
 
     convolution = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = convolution.fp32_precision

@@ -15,8 +15,8 @@ from shifted_engine import ShiftedEngine
 from transformers import Trainer, TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Completion, Engine
-from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.contract.protocol import Completion, Engine
+from lockstep.run.trainers.online import OnlineTrainer
 
 # The number of completions per optimizer step; with Online DPO, the number of prompts.
 STEP = 8

@@ -11,8 +11,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Engine
-from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.contract.protocol import Engine
+from lockstep.run.trainers.online import OnlineTrainer
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 GROUPS: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 6}

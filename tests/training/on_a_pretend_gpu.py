@@ -25,15 +25,15 @@ pretend_cuda.activate(devices=2)
 import torch
 
 from lockstep import GRPOConfig
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.tensors import tensor_specs
 from lockstep.engines.vllm.workers.start import number_of_workers
 from lockstep.errors import InputError
 from lockstep.models.base_digest import _digest
-from lockstep.parity.resume.checkpoint import memory_digests
-from lockstep.parity.resume.surroundings import surroundings
+from lockstep.run.files.run_identity import curve_settings
 from lockstep.training.batch.pack import pack_rows
 from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.run_files.run_identity import curve_settings
+from lockstep.watch.resume import memory_digests
+from lockstep.watch.surroundings import surroundings
 
 
 def config(**fields: Any) -> GRPOConfig:

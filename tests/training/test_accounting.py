@@ -19,9 +19,9 @@ from portions import portion
 from transformers import BitsAndBytesConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.models.quantised import is_quantised
-from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.run.trainers.online import OnlineTrainer
 
 # How a step is cut: the size of its micro-batches, and the fields that cut these. In CI one cut parts micro-batches, groups, packs
 # and chunks at once.

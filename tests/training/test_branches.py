@@ -13,17 +13,17 @@ from method_variants import VARIANTS
 from methods import FIELDS, make, parameters
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import Completion, Engine, RequestKey
-from lockstep.parity.receipt import RECEIPT, check_receipt
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.run.files.completion_log import rows_of
 from lockstep.tokens.arrays import BadValues
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.generate.metrics import rollout_metrics, staleness_metrics
 from lockstep.training.methods.grpo import GRPOObjective
-from lockstep.training.run_files.completion_log import rows_of
 from lockstep.training.step.generation import Generation, prepare_generation, sequences_of
+from lockstep.watch.receipt import RECEIPT, check_receipt
 
 METHODS = {name.partition(":")[0]: variant for name, variant in reversed(VARIANTS.items())}
 
@@ -173,13 +173,13 @@ def test_a_run_proves_every_token_of_every_branch(
     run = make(method, untied_dir, tmp_path, hf_engine, {**sizes, "rehearse_rewards": False}, reward_funcs=by_sum)
     run.source.program = program
     seen: list[Generation] = []
-    begin = run.loop._begin_step
+    begin = run.watch.beginning
 
-    def noted(generation: Generation, *more: Any, **named: Any) -> Generation:
-        seen.append(begin(generation, *more, **named))
-        return seen[-1]
+    def noted(policy: Any, generation: Generation, *more: Any, **named: Any) -> None:
+        seen.append(generation)
+        begin(policy, generation, *more, **named)
 
-    run.loop._begin_step = noted
+    run.watch.beginning = noted
     before = parameters(run.model)
     run.train()
     assert any(not torch.equal(before[name], p) for name, p in parameters(run.model).items())

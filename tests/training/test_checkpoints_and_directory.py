@@ -20,10 +20,8 @@ from tiny import make_model, make_tokenizer
 
 from lockstep import GRPOConfig
 from lockstep.errors import InputError, LockstepError, writing
-from lockstep.parity.receipt import RECEIPT, Receipt
-from lockstep.parity.resume.checkpoint import seal
-from lockstep.training.run_files import run_directory
-from lockstep.training.run_files.checkpoints import (
+from lockstep.run.files import run_directory
+from lockstep.run.files.checkpoints import (
     UNFINISHED,
     checkpoint_step,
     cut_back,
@@ -34,9 +32,11 @@ from lockstep.training.run_files.checkpoints import (
     staged_checkpoint,
     staging_place,
 )
-from lockstep.training.run_files.run_directory import RunPlace
-from lockstep.training.run_files.run_directory import open_run as locked_run
-from lockstep.training.run_files.run_identity import _IGNORED, changed_fields, curve_settings
+from lockstep.run.files.run_directory import RunPlace
+from lockstep.run.files.run_directory import open_run as locked_run
+from lockstep.run.files.run_identity import _IGNORED, changed_fields, curve_settings
+from lockstep.watch.receipt import RECEIPT, Receipt
+from lockstep.watch.resume import seal
 
 
 def open_run(folder: Path, settings: dict[str, object]) -> RunPlace:
@@ -434,7 +434,7 @@ def test_a_checkpoint_that_could_not_be_replaced_is_there_again(
     def fail(made: Path, place: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("lockstep.training.run_files.checkpoints.publish_folder", fail)
+    monkeypatch.setattr("lockstep.run.files.checkpoints.publish_folder", fail)
     with suppress(OSError), staged_checkpoint(old) as folder:
         folder.mkdir(parents=True)
         (folder / "trainer_state.json").write_text('{"global_step": 5}')

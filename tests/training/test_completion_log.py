@@ -13,13 +13,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import CONTEXT
 
 from lockstep import GRPOConfig, GRPOTrainer
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
 from lockstep.report.completions import Row
+from lockstep.run.files.completion_log import rows_of
+from lockstep.run.files.completion_tables import markdown_of, table_of
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.run_files.completion_log import rows_of
-from lockstep.training.run_files.completion_tables import markdown_of, table_of
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(4)]})
 

@@ -17,7 +17,7 @@ from conftest import needs_vllm
 from lockstep import GRPOConfig
 from lockstep.errors import InputError
 from lockstep.models.cuda import check_driver, prepare_cuda, unused_gpus
-from lockstep.parity.receipt import RECEIPT, read_receipt
+from lockstep.watch.receipt import RECEIPT, read_receipt
 
 _PROGRAM = Path(__file__).parent / "on_a_pretend_gpu.py"
 

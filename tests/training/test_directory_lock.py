@@ -14,9 +14,9 @@ import pytest
 from methods import GROUPS, PROMPTS, make
 from transformers import TrainerCallback
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.training.run_files.lock import LOCK, Occupied, _held, locked
+from lockstep.run.files.lock import LOCK, Occupied, _held, locked
 
 
 @contextmanager

@@ -9,9 +9,9 @@ import pytest
 import torch
 from methods import ALONE, GROUPS, INTERRUPTED, PAIRS, StopAfter, make
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.parity.receipt import RECEIPT, read_receipt
+from lockstep.watch.receipt import RECEIPT, read_receipt
 
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "one step": ("GRPO", GROUPS),

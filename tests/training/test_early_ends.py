@@ -14,11 +14,11 @@ from methods import GROUPS, PROMPTS, StopAfter, by_length
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, Interrupted, LockstepError
-from lockstep.training.run import run_method
-from lockstep.training.run_files.checkpoints import last_checkpoint
-from lockstep.training.run_files.run_directory import RunPlace
+from lockstep.run.files.checkpoints import last_checkpoint
+from lockstep.run.files.run_directory import RunPlace
+from lockstep.run.run import run_method
 
 FIELDS: dict[str, Any] = {**GROUPS, "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "report_to": "none"}
 

@@ -21,12 +21,12 @@ OPENS = {"open", "NamedTemporaryFile"}
 # By reason, the functions that write in another way.
 ELSEWHERE = {
     "a part of a checkpoint, which gets its name when all parts are on the disk": """
-        training/run_files/method_state.py::MethodState.save
-        training/trainers/hooks/whole_checkpoints.py::WholeCheckpoints._save_optimizer_and_scheduler
-        training/trainers/hooks/whole_checkpoints.py::WholeCheckpoints._save_rng_state""",
+        run/files/method_state.py::MethodState.save
+        run/trainers/hooks/whole_checkpoints.py::WholeCheckpoints._save_optimizer_and_scheduler
+        run/trainers/hooks/whole_checkpoints.py::WholeCheckpoints._save_rng_state""",
     "a part of a folder that gets its name when it is whole": "models/packaged.py::_fetch",
-    "it goes through `replacing`": "training/run_files/rollout_files.py::keep_rollouts",
-    "a lock, whose content is nothing": "training/run_files/lock.py::locked server/machine.py::reserved_port",
+    "it goes through `replacing`": "run/files/rollout_files.py::keep_rollouts",
+    "a lock, whose content is nothing": "run/files/lock.py::locked server/machine.py::reserved_port",
     "a log of libraries, to which a descriptor of the process writes": """
         cli/process/library_log.py::LibraryLog.move_to cli/process/library_log.py::libraries_aside""",
     "a lock and a list of a folder for sockets, which nobody needs after a crash": """

@@ -14,12 +14,12 @@ from test_filtered_scores import check
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
+from lockstep.run.engine import check_positions, shake_hands, start_engine
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows
-from lockstep.training.generate.engine import check_positions, shake_hands, start_engine
 
 # Nemotron's layers drop the tree on its way. transformers cannot give the others another attention.
 REASONS = {

@@ -14,7 +14,7 @@ from tiny import CONTEXT
 
 import lockstep
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.parity.tolerances import tolerance
+from lockstep.watch.tolerances import tolerance
 
 DATA = Dataset.from_list([{"prompt": [{"role": "user", "content": f"what is {i} + {i}"}]} for i in range(8)])
 FILTERS = {"top_p": 0.95, "top_k": 40, "min_p": 0.001, "repetition_penalty": 1.05, "logit_bias": {"7": 1.0}}

@@ -13,9 +13,9 @@ from transformers import Trainer
 
 import lockstep
 from lockstep.errors import InputError
-from lockstep.training.loop import TrainingLoop
-from lockstep.training.trainers.online import OnlineTrainer
-from lockstep.training.trainers.setup.foreign_hooks import HOOKS
+from lockstep.run.loop import TrainingLoop
+from lockstep.run.trainers.online import OnlineTrainer
+from lockstep.run.trainers.setup.foreign_hooks import HOOKS
 
 # Methods of TRL's trainers that a subclass may override, because Lockstep calls them too.
 _CALLED = {

@@ -12,9 +12,8 @@ from datasets import Dataset
 from methods import make, parameters
 from work import agreeing, worked
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.parity.receipt import RECEIPT, read_receipt
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.scoring import TokenScores
@@ -22,6 +21,7 @@ from lockstep.training.step import generation
 from lockstep.training.step.generation import branches_of, drawn_rollouts
 from lockstep.training.step.update import Policy
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.watch.receipt import RECEIPT, read_receipt
 
 PROMPTS = Dataset.from_list([{"prompt": f"What comes after {number}"} for number in range(16)])
 # A completion may have 8 tokens, so 16 of the 32 completions are drawn: 8 of the 16 groups.
@@ -139,7 +139,7 @@ def test_verified_tokens_stand_for_those_left_aside_in_means(
 ) -> None:
     seen: list[UpdateSums] = []
     real = UpdateSums.metrics
-    monkeypatch.setattr(UpdateSums, "metrics", lambda sums, limit: seen.append(sums) or real(sums, limit))
+    monkeypatch.setattr(UpdateSums, "metrics", lambda sums: seen.append(sums) or real(sums))
     run = sixteen(untied_dir, tmp_path, hf_engine)
     run.train()
     (sums,) = seen

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.training.config.fields.trl import WITHOUT_EFFECT
 
@@ -82,9 +82,7 @@ def test_the_cache_of_the_device_is_emptied_as_often_as_asked(
 ) -> None:
     steps: list[int] = []
     run = make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "torch_empty_cache_steps": 2, "max_steps": 5})
-    monkeypatch.setattr(
-        "lockstep.training.trainers.online.clear_device_cache", lambda: steps.append(run.state.global_step)
-    )
+    monkeypatch.setattr("lockstep.run.trainers.online.clear_device_cache", lambda: steps.append(run.state.global_step))
     run.train()
     assert steps == [0, 2, 4]
 

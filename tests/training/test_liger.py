@@ -16,10 +16,10 @@ from tiny import make_model
 
 from lockstep.errors import InputError
 from lockstep.models import liger
+from lockstep.run.files.run_directory import RunPlace
+from lockstep.run.run import run_method
+from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.run import run_method
-from lockstep.training.run_files.run_directory import RunPlace
-from lockstep.training.trainers.grpo import GRPOTrainer
 
 pytest.importorskip("liger_kernel", reason="Liger is not installed here")
 

@@ -13,11 +13,11 @@ import torch
 from methods import ALONE, GROUPS, INTERRUPTED, PAIRS, StopAfter, logs, lora, parameters, reference_of
 from transformers import TrainerCallback
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
-from lockstep.parity.receipt import RECEIPT, read_receipt
-from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.run.trainers.online import OnlineTrainer
+from lockstep.watch.receipt import RECEIPT, read_receipt
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "GRPO whose reference follows": (

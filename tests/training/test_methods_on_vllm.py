@@ -14,14 +14,14 @@ from tiny import CONTEXT, make_model
 from transformers import PreTrainedModel, TrainerCallback
 
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.parity.logprobs.canary import score_canary
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.weights.module_probe import ModuleProbe
+from lockstep.models.autocast import Precision
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.sync.adapters.merged import weights_of
+from lockstep.sync.source import weights_of
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.online_dpo import OnlineDPOObjective
+from lockstep.watch.canary import score_canary
+from lockstep.watch.modules import ModuleProbe
 
 pytestmark = VLLM
 LIMIT = 1e-3

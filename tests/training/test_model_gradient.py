@@ -19,14 +19,14 @@ from test_filtered_scores import ALONE, PROMPTS
 from tiny import make_model
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
-import lockstep.parity.backward.finite_differences as differences
-import lockstep.training.step.model_gradient as module
-from lockstep.engines.filters.distribution import Sampling
+import lockstep.watch.finite_differences as differences
+import lockstep.watch.model_gradient as module
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import LockstepError, ProofError
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.step.model_gradient import Checked, ModelGradient
 from lockstep.training.step.update import Policy
+from lockstep.watch.model_gradient import Checked, ModelGradient
 
 Handle = torch.utils.hooks.RemovableHandle
 PLAIN = Sampling(6, temperature=0.8)

@@ -18,13 +18,13 @@ from tiny import make_model, make_stateful, make_tokenizer
 from transformers import PreTrainedModel
 
 from lockstep import GRPOConfig, GRPOTrainer, InputError
-from lockstep.engines.protocol import Sampling
-from lockstep.models.autocast import head_dtype
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
+from lockstep.contract.sampling import Sampling
+from lockstep.models.autocast import Precision, head_dtype
+from lockstep.run.trainers.setup.arguments import needs_plain_rows
 from lockstep.training.batch.pack import pack_rows
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import score_pack, why_plain_rows
-from lockstep.training.trainers.setup.arguments import needs_plain_rows
+from lockstep.watch.rescoring import completion_logps
 
 WINDOW = 6
 

@@ -12,15 +12,15 @@ from datasets import Dataset
 from tiny import make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.run.files.step_log import StepLog
 from lockstep.training.data.prompts import check_dataset, load_prompts, tell_added
 from lockstep.training.generate.metrics import mean_with_interval, rollout_metrics
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.run_files.step_log import StepLog
 from lockstep.training.step.generation import prepare_generation
 
 

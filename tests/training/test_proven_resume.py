@@ -23,11 +23,11 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.policy import load_policy
-from lockstep.parity.receipt import RECEIPT, check_receipt, read_receipt
-from lockstep.training.trainers.hooks import whole_checkpoints
+from lockstep.run.trainers.hooks import whole_checkpoints
+from lockstep.watch.receipt import RECEIPT, check_receipt, read_receipt
 
 SAVES = {**GROUPS, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 Make = Callable[..., Any]
@@ -341,7 +341,7 @@ def with_clock() -> dict[str, Any]:
 
 
 def times(run: Any) -> set[str]:
-    return {run.processing_class.decode(p.ids).rpartition(">")[2] for p in run._train_prompts}
+    return {run.processing_class.decode(p.ids).rpartition(">")[2] for p in run.loop.prompts}
 
 
 def test_a_resumed_run_renders_with_the_time_of_its_first_start(
@@ -390,4 +390,4 @@ def test_every_template_of_a_run_gets_the_clock_of_the_run() -> None:
         if re.search(r"(config|args)\.chat_template_kwargs", path.read_text(encoding="utf-8"))
     }
     # What the user has given, under TRL's name.
-    assert found <= {"training/trainers/trl_names.py"}
+    assert found <= {"run/trainers/trl_names.py"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import EngineLost, LockstepError
-from lockstep.training.generate.recovery import Recovery
+from lockstep.rollouts.recovery import Recovery
 
 
 def test_work_is_done_again_after_the_engine_came_back_and_the_engine_is_distrusted() -> None:

@@ -22,7 +22,7 @@ from methods import timeless
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.cli.main import main
-from lockstep.parity.receipt import check_chain
+from lockstep.watch.receipt import check_chain
 
 STEPS = 8
 REWARD = """

@@ -18,19 +18,19 @@ from tiny import CONTEXT
 from transformers import ProgressCallback, TrainerCallback
 
 from lockstep import GRPOConfig, GRPOTrainer
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import ProofError
-from lockstep.parity.receipt import Receipt, read_receipt
-from lockstep.parity.resume import surroundings
 from lockstep.report.kept_rollouts import rollout_files
 from lockstep.report.log_lines import LogLines
 from lockstep.report.page.run_record import read_run
+from lockstep.run.files.saved_evaluation import evaluation_line, proven_evaluation, save_evaluation
+from lockstep.run.files.whole_run import METRICS
+from lockstep.run.trainers.hooks import run_files
+from lockstep.run.trainers.hooks.run_files import RunFiles
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.run_files.saved_evaluation import evaluation_line, proven_evaluation, save_evaluation
-from lockstep.training.run_files.whole_run import METRICS
-from lockstep.training.trainers.hooks import run_files
-from lockstep.training.trainers.hooks.run_files import RunFiles
+from lockstep.watch import surroundings
+from lockstep.watch.receipt import Receipt, read_receipt
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 HELD_OUT = Dataset.from_dict({"prompt": [f"how much is {i} + {i}" for i in range(3)]})
@@ -163,7 +163,7 @@ def test_a_failed_proof_leaves_its_report_and_its_rollouts(
         if run.state.global_step == 1:
             raise ProofError("gap", "mean 0.5 <b>", "the weights differ", "look")
 
-    monkeypatch.setattr(run.source.generation_proofs, "check", fail)
+    monkeypatch.setattr(run.source.watch.generations, "check", fail)
     with pytest.raises(ProofError, match="the weights differ"):
         run.train()
     record, page = read_run(tmp_path / "run"), (tmp_path / "run" / "report.html").read_text()

@@ -13,11 +13,11 @@ import methods
 import pytest
 from conftest import needs_vllm, start
 
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest
 from lockstep.errors import ProofError
-from lockstep.parity.receipt import check_receipt
 from lockstep.verify.faults.seams import Between
+from lockstep.watch.receipt import check_receipt
 
 AHEAD: dict[str, Any] = {**methods.GROUPS, "max_staleness": 2, "max_steps": 6}
 

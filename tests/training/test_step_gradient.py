@@ -15,12 +15,12 @@ from model_families import save_family
 from transformers import TrainerCallback
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.parity.receipt import RECEIPT, read_receipt
+from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.training.forward.attention.tree_attention import TREE
-from lockstep.training.step import model_gradient
-from lockstep.training.trainers.online import OnlineTrainer
+from lockstep.watch import model_gradient
+from lockstep.watch.receipt import RECEIPT, read_receipt
 
 Fault = Callable[[OnlineTrainer], None]
 
@@ -36,7 +36,7 @@ class _Reversed(torch.autograd.Function):
 
 
 def _model(run: OnlineTrainer) -> torch.nn.Module:
-    return run._causal()
+    return run.loop.policy().model
 
 
 def parameters_reversed(run: OnlineTrainer) -> None:
@@ -284,7 +284,7 @@ def test_a_check_that_cannot_be_made_is_counted_in_the_receipt(
     def fails(self: Any, moves: Any, dtype: Any = None) -> float:
         raise NotImplementedError("no kernel for float64")
 
-    monkeypatch.setattr("lockstep.parity.backward.finite_differences.Drawn.total", fails)
+    monkeypatch.setattr("lockstep.watch.finite_differences.Drawn.total", fails)
     run = run_of(tmp_path, hf_engine, model=untied_dir, max_steps=5)
     run.train()
     lines = [line for line in read_receipt(tmp_path / RECEIPT) if line["kind"] == "unproven"]

@@ -24,8 +24,8 @@ from model_families import save_family
 from servers import free_port
 from two_ranks import ALONE, CLIPPED, WORK
 
-from lockstep.parity.receipt import check_chain
-from lockstep.training.run_files.checkpoints import last_checkpoint
+from lockstep.run.files.checkpoints import last_checkpoint
+from lockstep.watch.receipt import check_chain
 
 pytestmark = pytest.mark.long
 

@@ -116,7 +116,7 @@ def resumed(rank: int, model: str, folder: Path) -> dict[str, Any]:
 
     from accounts import make
 
-    from lockstep.training.run_files.checkpoints import cut_back
+    from lockstep.run.files.checkpoints import cut_back
 
     fields = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
     found = {}

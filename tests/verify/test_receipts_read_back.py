@@ -16,9 +16,9 @@ from tiny import CONTEXT
 
 from lockstep.cli.main import main
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.parity.logprobs.gap import PooledGap
+from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.trainers.grpo import GRPOTrainer
+from lockstep.watch.gap import PooledGap
 
 
 @pytest.fixture(scope="module")

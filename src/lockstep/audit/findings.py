@@ -13,14 +13,14 @@ import torch
 from lockstep.audit.causes import Cause, Suspects, explain, mean_gap
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.audit.evidence import Scored, Values, score
-from lockstep.engines.protocol import Sampling
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.gap import GapStats, measure_gap, over_limits
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.sampling.bets import BETS, TokenDraws
-from lockstep.parity.sampling.draws import FALSE_ALARM, DrawEvidence, measure_draws
-from lockstep.parity.tolerances import Tolerance, tolerance
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
+from lockstep.models.autocast import Precision
 from lockstep.tokens.tokenizer import embedding_rows
+from lockstep.watch.bets import BETS, TokenDraws
+from lockstep.watch.draws import FALSE_ALARM, DrawEvidence, measure_draws
+from lockstep.watch.gap import GapStats, measure_gap, over_limits
+from lockstep.watch.tolerances import Tolerance, tolerance
 
 AGREE, DIFFER, UNKNOWN = "agree", "DIFFER", "not judged"
 # Rollouts of which an explanation is sought.

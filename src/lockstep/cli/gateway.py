@@ -57,8 +57,8 @@ def _record(arguments: GatewayArguments, config: Any) -> int:
     from lockstep import GRPOTrainer
     from lockstep.cli.fields.data import data_of
     from lockstep.cli.training import acting_arguments
+    from lockstep.run.files.rollout_files import kind_in_json
     from lockstep.tasks.rewards import load_reward
-    from lockstep.training.run_files.rollout_files import kind_in_json
 
     if config.world_size > 1:
         raise InputError("lockstep gateway runs in one process; start it without torchrun")

@@ -38,7 +38,7 @@ def train(command: str, words: list[str]) -> int:
         words: the rest of the command line.
 
     Raises:
-        LockstepError: as `lockstep.training.run.run_method`; bad input, before anything is started; a SystemExit inside the run.
+        LockstepError: as `lockstep.run.run.run_method`; bad input, before anything is started; a SystemExit inside the run.
     """
     given = read(words, command)
     about = said_of(given, AdaptedRunArguments)
@@ -87,10 +87,10 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, log: LibraryL
         from lockstep.cli.fields.data import data_of
         from lockstep.models.resolve import resolve_model
         from lockstep.rollouts.across_ranks.ranks import Ranks
+        from lockstep.run.files.run_directory import open_run_together
+        from lockstep.run.files.run_identity import curve_settings
+        from lockstep.run.run import run_method
         from lockstep.tasks.rewards import load_reward, names_model
-        from lockstep.training.run import run_method
-        from lockstep.training.run_files.run_directory import open_run_together
-        from lockstep.training.run_files.run_identity import curve_settings
 
         adapter = adapter_arguments(arguments)
     model = arguments.model_name_or_path

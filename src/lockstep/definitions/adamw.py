@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101, algorithm 2), in float64. `parity/step/update.py` compares the optimizer's results with it."""
+"""AdamW (arXiv 1711.05101, algorithm 2), in float64. `watch/update.py` compares the optimizer's results with it."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lockstep.connection import connect
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.engines.http.following import FollowingServer
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.engines.vllm.arguments import usual_sequences
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
@@ -41,14 +41,10 @@ from lockstep.integrations.trl_parameters import (
 )
 from lockstep.integrations.trl_pictures import Shown, TrlPictures, tokenizer_of
 from lockstep.models.adapters import causal_model
+from lockstep.models.autocast import Precision
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.logprobs.rescoring import Precision
-from lockstep.parity.proven_push import PushProof
 from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.server.keys import key_for
-from lockstep.tokens.arrays import Ids, Reals
-from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
-from lockstep.training.generate.engine import (
+from lockstep.run.engine import (
     check_beside_ranks,
     check_directory,
     check_positions,
@@ -56,7 +52,11 @@ from lockstep.training.generate.engine import (
     start_here,
     transport_here,
 )
-from lockstep.training.trainers.setup.arguments import context_within
+from lockstep.run.trainers.setup.arguments import context_within
+from lockstep.server.keys import key_for
+from lockstep.tokens.arrays import Ids, Reals
+from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
+from lockstep.watch.push import PushProof
 
 # A call can lose its engine at most four times. Each time it may push, generate and wait, for one time limit each.
 _LONGEST_CALL = 12

@@ -1,8 +1,28 @@
-"""The dtype in which autocast multiplies where it is asked: in attention, in the output head, in the proof of engines in 8 bits."""
+"""The dtypes of a forward: of the whole, of the output head, and of autocast where it is asked."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The precision in which the trainer computes a forward.
+
+    Attributes:
+        autocast: dtype of autocast; None: the weights' own dtype.
+        head: dtype in which the output head computes; None: the dtype of the rest of the model.
+    """
+
+    autocast: torch.dtype | None = None
+    head: torch.dtype | None = None
+
+    def dtype_of(self, model: PreTrainedModel) -> torch.dtype:
+        """The dtype in which a forward of the model computes."""
+        return self.autocast or model.dtype
 
 
 def autocast_dtype(device: str, otherwise: torch.dtype) -> torch.dtype:

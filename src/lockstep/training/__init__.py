@@ -1,1 +1,1 @@
-"""Training: from a data set to optimizer steps. `loop.py` is where to begin reading."""
+"""From a data set to the gradients of an optimizer step: data, sampling, batches, forwards, losses. The loop is `run/loop.py`."""

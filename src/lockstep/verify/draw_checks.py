@@ -6,7 +6,6 @@ import itertools
 import math
 
 from lockstep.errors import ProofError
-from lockstep.parity.sampling.draws import FALSE_ALARM, DrawEvidence
 from lockstep.rollouts.driver import collect
 from lockstep.tokens.end import end_ids
 from lockstep.training.config.sampling import sampling_of
@@ -14,6 +13,7 @@ from lockstep.training.step.generation import sequences_of
 from lockstep.training.step.score_all import score_all
 from lockstep.verify.rows import Row
 from lockstep.verify.stage import Stage
+from lockstep.watch.draws import FALSE_ALARM, DrawEvidence
 
 # Tokens of `lockstep verify`: enough for coarse faults. Tokens of the self-test: enough for a temperature of 1.05, even if the
 # model prefers few tokens.
@@ -46,7 +46,9 @@ def _row(stage: Stage, most: int) -> Row:
             run_seed=turn,
             version=stage.version,
         )
-        stats = score_all(stage.trainer.loop.policy(), sequences_of(groups, stage.version), stage.config).draws
+        evidence_of_turn = stage.trainer.watch.evidence()
+        score_all(stage.trainer.loop.policy(), sequences_of(groups, stage.version), stage.config, evidence_of_turn)
+        stats = evidence_of_turn.draws
         tokens += stats.tokens
         evidence.add(stats)
         try:

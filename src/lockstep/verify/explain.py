@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.parity.receipt import RECEIPT, read_receipt
 from lockstep.report.judged_gap import (
     MEANS,
     alone_above,
@@ -17,6 +16,7 @@ from lockstep.report.judged_gap import (
     steps_alone,
     waiting_tokens,
 )
+from lockstep.watch.receipt import RECEIPT, read_receipt
 
 Line = dict[str, Any]
 _PARTS = ("semantics", "numerics", "staleness", "defect")

@@ -10,28 +10,32 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from lockstep.engines.protocol import Completion, Sampling
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.protocol import Completion
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
+from lockstep.contract.tensors import dtype_name
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.gap import GapStats, PooledGap, measure_gap
-from lockstep.parity.logprobs.quantised_whole_inputs import whole_inputs
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps, logit_chunks
-from lockstep.parity.sampling.kept_sets import KeptSetProof, KeptToken
-from lockstep.parity.tolerances import Tolerance, tolerance
+from lockstep.models.autocast import Precision
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Rollout, RolloutGroup
 from lockstep.training.batch.pack import Pack
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.events import Evidence
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.step.drawn_rows import DrawnRows
 from lockstep.training.step.generation import prepare_generation
 from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
 from lockstep.verify.rows import Row, gap_row
 from lockstep.verify.stage import Stage
+from lockstep.verify.unwatched import Unwatched
+from lockstep.watch.evidence import TokenEvidence
+from lockstep.watch.gap import GapStats, PooledGap, measure_gap
+from lockstep.watch.kept_sets import KeptSetProof, KeptToken
+from lockstep.watch.quantised_whole_inputs import whole_inputs
+from lockstep.watch.rescoring import completion_logps, logit_chunks
+from lockstep.watch.tolerances import Tolerance, tolerance
 
 # Largest relative distance of two gradients of the same log-probs.
 _ACCOUNTING_LIMIT = 1e-4
@@ -48,10 +52,10 @@ def semantics(stage: Stage) -> list[Row]:
         "T = 1, min-p 0.05": Sampling(tokens, min_p=0.05),
     }
     with _as_exact_as_possible(stage) as is_exact:
-        rows = [_semantics_row(stage, name, Distribution(sampling), is_exact) for name, sampling in cases.items()]
+        rows = [semantics_row(stage, name, Distribution(sampling), is_exact) for name, sampling in cases.items()]
         own = stage.trainer.proofs.distribution
         if replace(own.sampling, stop=(), max_kept_ids=Sampling(1).max_kept_ids) != stage.sampling():
-            rows.append(_semantics_row(stage, "the run's own settings", own, is_exact))
+            rows.append(semantics_row(stage, "the run's own settings", own, is_exact))
     return rows
 
 
@@ -61,7 +65,7 @@ def _as_exact_as_possible(stage: Stage) -> Iterator[bool]:
 
     Yields:
         Whether the limits of the dtypes hold. They do not if the engine goes on to quantise its inputs
-        (`parity/logprobs/quantised_whole_inputs.py`).
+        (`watch/quantised_whole_inputs.py`).
     """
     error = stage.trainer.proofs.quantisation
     if error is None:
@@ -80,7 +84,7 @@ def _limit(stage: Stage, trainer: torch.dtype, *, is_exact: bool) -> Tolerance:
     return tolerance(stage.trainer.proofs.engine_dtype, trainer) if is_exact else stage.trainer.proofs.limit
 
 
-def _semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact: bool) -> Row:
+def semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact: bool) -> Row:
     """The row of one distribution. Tokens are scored among the engine's kept ids, as in training, and each set is compared.
 
     Args:
@@ -203,7 +207,7 @@ class _ScoredPolicy(Policy):
 
     scores: Mapping[str, TokenScores] = field(default_factory=dict)
 
-    def score(self, pack: Pack, config: OnlineConfig, rows: DrawnRows | None = None, **how: bool) -> TokenScores:
+    def score(self, pack: Pack, config: OnlineConfig, evidence: Evidence | None = None, **how: bool) -> TokenScores:
         own = [self.scores[s.name] for s in pack.sequences]
         support = [s.support for s in own if s.support is not None]
         return TokenScores(
@@ -216,7 +220,7 @@ class _ScoredPolicy(Policy):
 def _scored(stage: Stage, groups: Sequence[RolloutGroup]) -> dict[str, TokenScores]:
     """The scores of every sequence, computed once by the policy, by name."""
     objective = GRPOObjective(_cut(stage, 1))
-    policy, found = _policy(stage), dict[str, TokenScores]()
+    policy, found = stage.trainer._policy(), dict[str, TokenScores]()
     sequences = [s for batch in prepare_generation(groups, objective, stage.version).micro_batches for s in batch]
     with torch.no_grad(), policy.casts_kept():
         for pack in policy.packs(sequences, objective.config):
@@ -246,21 +250,16 @@ def _token_gradients(
         )
         for name, own in scores.items()
     }
-    known = {f.name: getattr(_policy(stage), f.name) for f in fields(Policy)}
-    policy, sums = _ScoredPolicy(**known, scores=leaves), UpdateSums()
+    known = {f.name: getattr(stage.trainer._policy(), f.name) for f in fields(Policy)}
+    policy, sums = _ScoredPolicy(**known, scores=leaves), UpdateSums(TokenEvidence())
     for batch in prepare_generation(groups, objective, stage.version).micro_batches:
-        learn(policy, batch, objective, PhaseClock(), sums)
+        learn(policy, batch, objective, PhaseClock(), sums, Unwatched())
     return {
         f"{name}, {kind}": leaf.grad
         for name, own in leaves.items()
         for kind, leaf in (("log-probs", own.logps), ("entropies", own.entropies))
         if leaf.grad is not None
     }
-
-
-def _policy(stage: Stage) -> Policy:
-    # The temperature is this check's own, and kept ids are compared in training steps.
-    return replace(stage.trainer._policy(), settings=None, kept_sets=None)
 
 
 def _cut(stage: Stage, parts: int) -> GRPOConfig:

@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.files import replace_text
-from lockstep.parity.logprobs.gap import GapStats, bounds, over_limits
-from lockstep.parity.tolerances import Tolerance
 from lockstep.report.terminal import Terminal
+from lockstep.watch.gap import GapStats, bounds, over_limits
+from lockstep.watch.tolerances import Tolerance
 
 
 @dataclass(frozen=True, slots=True)

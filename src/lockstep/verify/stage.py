@@ -20,28 +20,30 @@ from PIL import Image
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, Engine, Sampling
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, Engine
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.files import temporary_folder
 from lockstep.model_files import load_files
+from lockstep.models.autocast import Precision
 from lockstep.models.resolve import resolve_model
-from lockstep.parity.logprobs.gap import GapStats, measure_gap
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps
-from lockstep.parity.resume.inputs import data_digest
-from lockstep.parity.tolerances import tolerance
-from lockstep.parity.weights.module_probe import ProbeRecord
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
+from lockstep.run.evaluation import evaluate
+from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.hooks.run_files import RunFiles
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.data.prompt_order import MicroBatch
-from lockstep.training.evaluation import evaluate
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.trainers.grpo import GRPOTrainer
-from lockstep.training.trainers.hooks.run_files import RunFiles
 from lockstep.verify.sizes import SIZES
+from lockstep.watch.gap import GapStats, measure_gap
+from lockstep.watch.inputs import data_digest
+from lockstep.watch.modules import ProbeRecord
+from lockstep.watch.rescoring import completion_logps
+from lockstep.watch.tolerances import tolerance
 
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)
 _QUESTIONS = (
@@ -170,9 +172,9 @@ class Stage:
         finally:
             trainer.remove_callback(caller)
             args.max_steps = limit
-            if trainer.loop.update_proof is not None:
-                trainer.loop.update_proof.abandon()
-            trainer.loop.update_proof = None
+            if trainer.watch.update is not None:
+                trainer.watch.update.abandon()
+            trainer.watch.update = None
             # The next call makes them again.
             trainer.optimizer = trainer.lr_scheduler = trainer.optimizer_settings = None
             self.model.zero_grad(set_to_none=True)

@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling, request_seed
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey, request_seed
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.tensors import dtype_name
 from lockstep.rollouts.group import Prompt
+from lockstep.run.engine import shake_hands
 from lockstep.tokens.arrays import whole_numbers
 from lockstep.tokens.chat import render_prompt
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import embedding_rows
-from lockstep.training.generate.engine import shake_hands
 from lockstep.verify.rows import Row
 from lockstep.verify.stage import Stage
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.canary import score_canary
-from lockstep.parity.logprobs.gap import GapStats
-from lockstep.parity.tolerances import Tolerance
 from lockstep.verify.rows import Row, gap_row
 from lockstep.verify.stage import Stage
+from lockstep.watch.canary import score_canary
+from lockstep.watch.gap import GapStats
+from lockstep.watch.tolerances import Tolerance
 
 _SYNC_FIX = "the engine does not compute with the weights that it received; see which layers the module probe names"
 

@@ -14,7 +14,7 @@ import torch
 from methods import ALONE, GROUPS, PAIRS, lora
 from transformers import TrainerCallback
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.models.policy import load_policy
 from lockstep.training.step.generation import Preparation
@@ -49,8 +49,8 @@ def make(untied_dir: str, hf_engine: Engine, tmp_path: Path) -> Make:
 def test_a_clean_run_passes_and_looks_at_frozen_weights_in_each_generation(make: Make, case: str) -> None:
     run = make(case)
     run.train()
-    assert run.loop.frozen is not None
-    assert len(run.loop.frozen.digests) > 20
+    assert run.watch.frozen is not None
+    assert len(run.watch.frozen.digests) > 20
 
 
 class AtStep(TrainerCallback):

@@ -11,14 +11,11 @@ import pytest
 import torch
 from tiny import make_model
 
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
-from lockstep.parity.logprobs.distributions import Distribution
-from lockstep.parity.logprobs.gap import GapStats, measure_gap
-from lockstep.parity.logprobs.rescoring import Precision, completion_logps, sampled_logps
-from lockstep.parity.step.forward import check_plain, check_repeated
-from lockstep.parity.step.learned import SampledTokens
-from lockstep.parity.tolerances import tolerance
+from lockstep.models.autocast import Precision
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.seal import seal_of
 from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
@@ -26,7 +23,11 @@ from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.objective import TokenBatch
 from lockstep.training.step.generation import sequences_of
-from lockstep.training.step.learned import check_aside, check_entering, sampled_tokens
+from lockstep.watch.custody import SampledTokens, check_aside, check_entering, sampled_tokens
+from lockstep.watch.forward import check_plain, check_repeated
+from lockstep.watch.gap import GapStats, measure_gap
+from lockstep.watch.rescoring import completion_logps, sampled_logps
+from lockstep.watch.tolerances import tolerance
 
 PACKINGS = {"trees": pack_sequences, "rows": pack_rows}
 

@@ -12,7 +12,6 @@ import torch
 
 from lockstep.algorithms.tally import Tally
 from lockstep.errors import ProofError
-from lockstep.parity.step.gradient import Tokens, by_logps, check
 from lockstep.training.batch.pack import pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import TokenScores
@@ -20,7 +19,7 @@ from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.methods.objective import TokenBatch
 from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
-from lockstep.training.step.loss_gradient import LossGradient
+from lockstep.watch.loss_gradient import LossGradient, Tokens, by_logps, check
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -13,13 +13,13 @@ import torch
 from portions import portion
 from transformers import TrainerCallback, get_scheduler
 
+from lockstep.contract.protocol import Engine
 from lockstep.definitions.adamw import Moments, Settings, adamw
 from lockstep.definitions.schedules import rate_factor
-from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.parity.step import update
-from lockstep.parity.step.accumulation import AccumulationProof
-from lockstep.training.step.model_gradient import Checked, ModelGradient
+from lockstep.watch import update
+from lockstep.watch.accumulation import AccumulationProof
+from lockstep.watch.model_gradient import Checked, ModelGradient
 
 SEVERAL = {"gradient_accumulation_steps": 2, "warmup_steps": 2}
 

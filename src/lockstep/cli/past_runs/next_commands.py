@@ -17,7 +17,7 @@ def next_lines(folder: Path, *, adapter: bool, typed: Sequence[str] | None = Non
         adapter: whether the run trained an adapter, which other programs want merged into its model.
         typed: the words of a run that `lockstep evaluate` can take; None: it cannot evaluate this run.
     """
-    from lockstep.training.run_files.checkpoints import last_checkpoint
+    from lockstep.run.files.checkpoints import last_checkpoint
 
     checkpoint = last_checkpoint(folder)
     rollouts = f"next             lockstep rollouts {_word(folder)}   reads what the model wrote"

@@ -1,6 +1,6 @@
 """Rollouts in a report: of training, with a color per token for its gap or its advantage; held-out ones before and after training.
 
-`training/run_files/shown_rollouts.py` and `saved_evaluation.py` make the values. `ROOM` bounds what stands in the page: a report
+`run/files/shown_rollouts.py` and `saved_evaluation.py` make the values. `ROOM` bounds what stands in the page: a report
 stays below a megabyte however long completions are.
 """
 

@@ -1,1 +1,1 @@
-"""The engine's end of a push into vLLM: what runs inside its workers."""
+"""Where vLLM finds the plugin in environments that were installed before it moved. Delete it when none is left."""

@@ -1,4 +1,4 @@
-"""Checks fields that can contradict each other: staleness, corrections, the best model. `OnlineConfig` calls them at its end."""
+"""Checks fields that can contradict each other: staleness, corrections, the best model."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def check_optimizer(config: OnlineConfig) -> None:
 
 
 def check_best_model(config: OnlineConfig) -> None:
-    """Check that the best model of a run can be found. `run_files/resumable.py` places the checkpoints.
+    """Check that the best model of a run can be found. `run/files/resumable.py` places the checkpoints.
 
     Raises:
         InputError: the checkpoints are not where the evaluations are, or there are no evaluations.

@@ -1,7 +1,7 @@
 """Fields shared by all online methods: `transformers.TrainingArguments` and additional fields with TRL's names.
 
-A method's own config extends them; methods that sample groups extend `GroupConfig` (`training/config/group_config.py`).
-Fields of TRL that Lockstep does not support are refused in `__post_init__`. No field is ignored.
+A method's own config extends them; methods that sample groups extend `GroupConfig`. Fields of TRL that Lockstep does
+not support are refused in `__post_init__`. No field is ignored.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, check_adapters, usual_sequences
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
+from lockstep.models.autocast import Precision
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
-from lockstep.parity.logprobs.rescoring import Precision
 from lockstep.secret import masked, without_secrets
 from lockstep.shards.settings import take_settings
 from lockstep.shards.zero.settings import check_values, take_zero_settings
@@ -272,7 +272,7 @@ class OnlineConfig(
         if self.shards is not None and self.zero is not None:
             raise InputError("FSDP and DeepSpeed are both asked for; leave one of the two out")
         self.fsdp = self.fsdp_config = self.deepspeed = None
-        # A trainer sets the time of its run (`run_files/run_clock.py`).
+        # A trainer sets the time of its run (`run/files/run_clock.py`).
         self.template_clock = TemplateClock(datetime.now())
         check_accelerator(self.accelerator_config)
         with meeting_ranks(os.environ, self.ddp_timeout, use_cpu=self.use_cpu):

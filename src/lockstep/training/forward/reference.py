@@ -1,6 +1,6 @@
 """The reference model: a copy of the initial policy, which may follow the policy slowly, or the base model under an adapter.
 
-It is made from the policy before training. `training/trainers/online.py` scores every generation with it once.
+It is made from the policy before training. Every generation is scored with it once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Reference:
 
     Args:
         policy: the model to train. If it has an adapter, the reference is the model without the adapter and needs no memory.
-        given: another model to use (`training/trainers/setup/arguments.py` has checked it).
+        given: another model to use (`run/trainers/setup/arguments.py` has checked it).
 
     Raises:
         InputError: the policy's adapter cannot be switched off, or the base model is not the initial policy.

@@ -1,6 +1,6 @@
 """Computes the policy's log-probs of sampled tokens. A whole (tokens × vocabulary) matrix is never in memory.
 
-The packs come from `training/batch/pack.py`. The loss and `parity/logprobs/gap.py` use the scores.
+The packs come from `training/batch/pack.py`. The loss and `watch/gap.py` use the scores.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Several trainer processes: prove equal weights, distribute sequences, and sum gradients.
 
-`training/trainers/online.py` uses it. The loss of a micro-batch is its share of the whole step's loss over all ranks. So
-gradients are summed and never averaged. The model is not wrapped: one sum before the optimizer replaces the averaging of a
-wrapper. The gradients of a sharded model are summed by each backward (`shards/model.py`).
+The loss of a micro-batch is its share of the whole step's loss over all ranks. So gradients are summed and never
+averaged. The model is not wrapped: one sum before the optimizer replaces the averaging of a wrapper. The gradients of
+a sharded model are summed by each backward (`shards/model.py`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.device_digest import new_key
-from lockstep.engines.tensor_specs import one_push
-from lockstep.errors import ProofError
 from lockstep.report.waits import waiting
 from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.shards.model import sharded
 from lockstep.shards.parts import is_sharded
-from lockstep.sync.source import PlainSource
 
 T = TypeVar("T")
 # Number of elements that are summed in one call.
@@ -39,47 +34,6 @@ def share_of(items: Sequence[T], ranks: Ranks) -> list[T]:
     """This rank's part of a list. The part is contiguous, so that sequences with a shared prompt stay together."""
     size = -(-len(items) // ranks.count)
     return list(items[ranks.rank * size : (ranks.rank + 1) * size])
-
-
-def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:
-    """Compare the digests of the trained modules on all ranks: the policy, and the critic if there is one.
-
-    A sharded module has one copy of its weights. There every rank proves that it is sharded (`ShardedModel.check`).
-
-    Raises:
-        ProofError: two ranks hold different weights, so that one of them would learn from tokens that it did not sample; or a
-            sharded module is not as it must be.
-    """
-    check_shards(ranks, modules, version)
-    modules = [module for module in modules if sharded(module) is None]
-    if ranks.count == 1 or not modules:
-        return
-    on_gpu = any(parameter.is_cuda for module in modules for parameter in module.parameters())
-    key = ranks.share("key", new_key)[0] if on_gpu else None
-
-    def own_digests() -> list[str]:
-        with one_push(key, remembers=False):
-            return [PlainSource(module).manifest(version).digest for module in modules]
-
-    digests = ranks.share("weights", own_digests)
-    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if odd:
-        raise ProofError(
-            "ranks",
-            f"at version {version} rank {odd[0]} holds other weights than rank 0",
-            "the ranks were started from different models or checkpoints, or a gradient was not summed on one of them",
-            "start every rank from the same model and checkpoint; otherwise this is a defect of Lockstep: report it",
-        )
-
-
-def check_shards(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:
-    """Check that nothing of a sharded module is gathered. Every rank calls this before weights are changed, pushed or saved.
-
-    Raises:
-        ProofError: `shards`, on every rank.
-    """
-    for found in filter(None, map(sharded, modules)):
-        ranks.share("shards", partial(found.check, version))
 
 
 def sum_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks) -> None:

@@ -1,7 +1,4 @@
-"""One generation, split into the micro-batches that learn from it. Pure functions of scored groups and the method.
-
-The groups come from `rollouts/`. `training/step/update.py` takes the micro-batches one by one.
-"""
+"""One generation: from scored groups to the micro-batches that learn from it, with the forwards that come before the first step."""
 
 from __future__ import annotations
 
@@ -12,20 +9,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.errors import InputError
-from lockstep.parity.step.advantages import AdvantageProof
-from lockstep.parity.step.reference import check_reference_scores
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import flags
-from lockstep.training.batch.branches import joined_branches, split_branches
-from lockstep.training.batch.sequence import TrainingSequence, rollouts_of
+from lockstep.training.batch.sequence import TrainingSequence, joined_branches, rollouts_of, split_branches
+from lockstep.training.events import LossWatch
 from lockstep.training.forward.reference import Reference
 from lockstep.training.methods.objective import Objective, Scores
 from lockstep.training.step.distributed import share_of
-from lockstep.training.step.expected import advantage_proof
 from lockstep.training.step.score_all import AllScores, score_all
 from lockstep.training.step.update import Policy
 
@@ -46,13 +40,11 @@ class Generation:
         groups: the rollouts, by prompt.
         micro_batches: lists of sequences, in the order of groups, samples and branches. The micro-batches of one optimizer step are
             adjacent, and within a step so are those of one rank.
-        expected: the values with which every sequence must enter the loss; None where the method has no definition.
     """
 
     version: int
     groups: tuple[RolloutGroup, ...]
     micro_batches: tuple[tuple[TrainingSequence, ...], ...]
-    expected: AdvantageProof | None = None
 
     @property
     def completions(self) -> list[Completion]:
@@ -93,6 +85,11 @@ class Generation:
     def step(self, index: int, size: int) -> list[TrainingSequence]:
         """Sequences of one optimizer step of this generation. `size` is the step's number of micro-batches over all ranks."""
         return [s for batch in self.micro_batches[index * size : (index + 1) * size] for s in batch]
+
+    def of_rank(self, index: int, size: int, ranks: Ranks) -> Sequence[Sequence[TrainingSequence]]:
+        """The micro-batches of one optimizer step on this rank. `size` is their number."""
+        first = size * (ranks.count * index + ranks.rank)
+        return self.micro_batches[first : first + size]
 
     def with_step(self, index: int, size: int, sequences: Sequence[TrainingSequence]) -> Generation:
         """A copy of the generation in which the sequences of one optimizer step are replaced by others with the same names."""
@@ -216,13 +213,15 @@ class Preparation:
         reference: the reference model; None if the method uses none.
     """
 
-    def __init__(self, objective: Objective, reference: Reference | None, clock: PhaseClock, ranks: Ranks) -> None:
-        self._objective, self._reference = objective, reference
+    def __init__(
+        self, objective: Objective, reference: Reference | None, clock: PhaseClock, ranks: Ranks, watch: LossWatch
+    ) -> None:
+        self._objective, self._reference, self._watch = objective, reference, watch
         self._config, self._clock, self._ranks = objective.config, clock, ranks
 
     def generation(
         self, policy: Policy, groups: Sequence[RolloutGroup], version: int
-    ) -> tuple[Generation, AllScores | None]:
+    ) -> tuple[Generation, AllScores | None, list[TrainingSequence]]:
         """A generation to learn from. Every rank calls this.
 
         Args:
@@ -230,7 +229,8 @@ class Preparation:
             version: its weight version, which the engine holds.
 
         Returns:
-            The generation, and the scores of its tokens; None if they need not be scored yet.
+            The generation; the scores of its tokens, None if they need not be scored yet; and its sequences before their
+            advantages.
 
         Raises:
             ProofError: a log-prob is not finite.
@@ -248,14 +248,13 @@ class Preparation:
             logps = self.reference_logps(policy, sequences, groups, version)
             sequences = [s.but(ref_logps=logps[s.name]) for s in sequences]
         generation = prepare_generation(groups, self._objective, version, sequences)
-        generation = replace(generation, expected=advantage_proof(self._objective, groups, sequences))
         if self._objective.uses_reference and not self._objective.kl_in_reward:
             generation = self.with_reference(policy, generation)
         if self._config.single_update:
             generation = generation.changed(self._to_be_scored)
         if found is None:
             generation = generation.changed(self._perhaps_aside)
-        return generation, found
+        return generation, found, sequences
 
     def _sequences(self, groups: Sequence[RolloutGroup], version: int) -> list[TrainingSequence]:
         """The sequences of a generation, in which those of the rollouts that are not drawn are marked."""
@@ -313,26 +312,8 @@ class Preparation:
         with self._clock.phase("reference"), self._reference.model() as model:
             scorer = replace(policy, model=model, critic=None)
             scores = self._score(scorer, sequences, measure=False).logps
-            if mine := share_of(sequences, self._ranks):
-                chosen = mine[int(np.random.default_rng((self._config.seed, version)).integers(len(mine)))].name
-            else:
-                chosen = ""
-
-            def check() -> None:
-                for completion in (c for c in branches_of(groups) if str(c.key) == chosen):
-                    self._check_scores(scorer, scores, completion)
-
-            self._ranks.share("reference scores", check)
+            self._watch.referenced(scorer, scores, sequences, groups, version)
             return scores
-
-    def _check_scores(self, scorer: Policy, scores: Scores, completion: Completion) -> None:
-        """Check the reference's log-probs of one completion."""
-        assert scorer.rules is not None
-        precision = self._config.precision
-        logps, distribution = scores[str(completion.key)], scorer.rules.distribution
-        check_reference_scores(
-            scorer.model, completion, logps, distribution, precision, precision.own_limit(scorer.model)
-        )
 
     def _to_be_scored(self, sequence: TrainingSequence) -> TrainingSequence:
         """Drop old log-probs of a sequence with a gradient: the policy stays the same until the step, whose forward gives them."""
@@ -352,8 +333,10 @@ class Preparation:
 
     def _score(self, policy: Policy, sequences: Sequence[TrainingSequence], *, measure: bool) -> AllScores:
         def own() -> AllScores:
-            return score_all(policy, share_of(sequences, self._ranks), self._config, measure=measure)
+            return score_all(
+                policy, share_of(sequences, self._ranks), self._config, self._watch.evidence(), measure=measure
+            )
 
         if self._ranks.count == 1:
             return own()
-        return AllScores.merged(self._ranks.share("scores", lambda: own().data()))
+        return AllScores.merged(self._ranks.share("scores", lambda: own().data()), self._watch.evidence())

@@ -1,26 +1,20 @@
-"""A forward without gradient over whole sequences: before a generation's first step, for a reference model, and for evaluations.
-
-`training/step/generation.py` calls it where something must be known before the first step.
-"""
+"""A forward without gradient over whole sequences: before a generation's first step, for a reference model, and for evaluations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lockstep.errors import InputError
-from lockstep.parity.logprobs.gap import GapStats
-from lockstep.parity.sampling.draws import DrawStats
-from lockstep.parity.sampling.kept_sets import KeptSetStats
 from lockstep.tokens.arrays import cut, joined, reals
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.events import Evidence
 from lockstep.training.methods.objective import Scores
 from lockstep.training.step.update import Policy
-from lockstep.training.step.update_sums import draws_of, gap_of
 
 _KINDS = ("logps", "entropies", "values")
 
@@ -32,9 +26,7 @@ class AllScores:
     logps: Scores
     entropies: Scores
     values: Scores
-    gap: GapStats
-    draws: DrawStats = field(default_factory=DrawStats)
-    kept_sets: KeptSetStats = field(default_factory=KeptSetStats)
+    evidence: Evidence
 
     def beside(self, sequence: TrainingSequence) -> TrainingSequence:
         """A sequence with its scores, as the scores of the policy before the generation's first step."""
@@ -44,9 +36,7 @@ class AllScores:
     def data(self) -> dict[str, Any]:
         """The whole content, as JSON types and arrays. The scores of each kind are one array."""
         return {
-            "gap": asdict(self.gap),
-            "draws": asdict(self.draws),
-            "kept_sets": asdict(self.kept_sets),
+            "evidence": self.evidence.data(),
             **{
                 kind: {
                     "names": list(scores),
@@ -58,9 +48,9 @@ class AllScores:
         }
 
     @classmethod
-    def merged(cls, parts: Sequence[dict[str, Any]]) -> AllScores:
-        """The scores of all ranks, from the `data` of each rank."""
-        logps, entropies, values = (
+    def merged(cls, parts: Sequence[dict[str, Any]], evidence: Evidence) -> AllScores:
+        """The scores of all ranks, from the `data` of each rank. `evidence` is empty."""
+        logps, entropies, critic_values = (
             {
                 name: found
                 for part in (whole[kind] for whole in parts)
@@ -68,23 +58,24 @@ class AllScores:
             }
             for kind in _KINDS
         )
-        return cls(
-            logps,
-            entropies,
-            values,
-            sum((GapStats(**part["gap"]) for part in parts), GapStats()),
-            sum((DrawStats(**part["draws"]) for part in parts), DrawStats()),
-            sum((KeptSetStats(**part["kept_sets"]) for part in parts), KeptSetStats()),
-        )
+        for part in parts:
+            evidence.add(part["evidence"])
+        return cls(logps, entropies, critic_values, evidence)
 
 
 @torch.no_grad()
 def score_all(
-    policy: Policy, sequences: Sequence[TrainingSequence], config: OnlineConfig, *, measure: bool = True
+    policy: Policy,
+    sequences: Sequence[TrainingSequence],
+    config: OnlineConfig,
+    evidence: Evidence,
+    *,
+    measure: bool = True,
 ) -> AllScores:
     """Score sequences.
 
     Args:
+        evidence: empty; what the proofs keep.
         measure: whether to measure the gap to the engine's log-probs, and the draws. False for weights that the engine did not
             sample with: those of a reference model, or of a policy that has moved since.
 
@@ -95,13 +86,12 @@ def score_all(
     logps: Scores = {}
     entropies: Scores = {}
     critic_values: Scores = {}
-    gap, draws, rows = GapStats(), DrawStats(), policy.drawn_rows()
     for pack in policy.packs(sequences, config):
-        scores = policy.score(pack, config, rows, before_steps=measure)
+        scores = policy.score(pack, config, evidence, before_steps=measure)
         lengths = [s.length for s in pack.sequences]
         if measure:
-            gap = gap + gap_of(pack.sequences, pack.column("behaviour_logps"), scores.logps)[0]
-            draws = draws + draws_of(pack.sequences, scores)
+            found = [(pack.sequences, scores)]
+            evidence.tokens(pack.sequences, pack.column("behaviour_logps"), scores.logps, scores=found)
         elif not bool(torch.isfinite(scores.logps).all()):
             raise InputError(
                 "the reference model, or the policy after an optimizer step, gives a sampled token no finite log-prob; look at its "
@@ -115,4 +105,5 @@ def score_all(
             if values is not None:
                 parts = cut(reals(values.cpu().numpy()), lengths)
                 by_name.update((s.name, part) for s, part in zip(pack.sequences, parts, strict=True))
-    return AllScores(logps, entropies, critic_values, gap, draws, policy.check_rows(rows, config))
+    evidence.rows_compared(policy)
+    return AllScores(logps, entropies, critic_values, evidence)

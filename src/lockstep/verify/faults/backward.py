@@ -16,9 +16,9 @@ import torch
 
 import lockstep.training.forward.token_logps as scoring
 from lockstep.models.adapters import causal_model
-from lockstep.training.step import model_gradient
 from lockstep.verify.faults.seams import Fault, Patch
 from lockstep.verify.stage import Stage
+from lockstep.watch import model_gradient
 
 Handle = torch.utils.hooks.RemovableHandle
 
@@ -117,7 +117,7 @@ def _fault(id: str, what: str, inject: Callable[[Stage], Patch], needs: Callable
     @contextmanager
     def at_the_first_step(stage: Stage) -> Iterator[None]:
         # A check sees a drawn direction, in which a fault may by chance be small. Here every step has one.
-        stage.trainer.loop.model_gradient.forget()
+        stage.trainer.watch.model_gradient.forget()
         with _taken(stage, inject):
             yield
 
@@ -127,7 +127,7 @@ def _fault(id: str, what: str, inject: Callable[[Stage], Patch], needs: Callable
 @contextmanager
 def _taken(stage: Stage, inject: Callable[[Stage], Patch]) -> Iterator[None]:
     """A context with a fault whose hooks and functions are noted, so that no other proof stops the run for them."""
-    hooks = stage.trainer.loop.hooks
+    hooks = stage.trainer.watch.hooks
     try:
         with patch.object(model_gradient, "EVERY", 1), inject(stage):
             hooks.note()

@@ -86,7 +86,7 @@ def _put_back(left_out: Callable[[torch.Tensor], bool]) -> Callable[[torch.optim
 
 
 def _gradients_kept(stage: Stage) -> Patch:
-    return patch.object(stage.trainer._policy_model(), "zero_grad", lambda *args, **kwargs: None)
+    return patch.object(stage.model, "zero_grad", lambda *args, **kwargs: None)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def _cleared_between(stage: Stage) -> Iterator[None]:
 
     with patch.object(stage.trainer.accelerator, "backward", backward), patch.object(stage.config, "token_budget", 1):
         # In a run that has begun, the backward counts as one that was there at its beginning.
-        stage.trainer.loop.hooks.note()
+        stage.trainer.watch.hooks.note()
         yield
 
 

@@ -91,7 +91,7 @@ def _scores_become(change: Callable[[list[Any]], list[Any]]) -> Callable[[Stage]
     def inject(stage: Stage) -> Patch:
         real = rewards._checked
         # A stage may have spent its time for asking.
-        stage.trainer.source.asked_again.forget()
+        stage.trainer.watch.asked_again.forget()
         return patch.object(rewards, "_checked", lambda name, answer, count: change(real(name, answer, count)))
 
     return inject
@@ -99,7 +99,7 @@ def _scores_become(change: Callable[[list[Any]], list[Any]]) -> Callable[[Stage]
 
 @contextmanager
 def _divided_twice(stage: Stage) -> Iterator[None]:
-    real, hooks = stage.trainer.accelerator.backward, stage.trainer.loop.hooks
+    real, hooks = stage.trainer.accelerator.backward, stage.trainer.watch.hooks
     try:
         with patch.object(stage.trainer.accelerator, "backward", lambda loss, **kwargs: real(loss / 2, **kwargs)):
             # The backward counts as one that was there when training began.

@@ -1,1 +1,0 @@
-"""Proves that a resumed run has the state, the data and the reward functions with which it stopped."""

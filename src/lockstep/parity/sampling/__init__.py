@@ -1,1 +1,0 @@
-"""Proves how the engine sampled: independent draws, from the reported distribution, with the right filters and ends."""

@@ -1,1 +1,0 @@
-"""Proves that the modules of the engine compute with the trainer's weights."""

@@ -1,0 +1,492 @@
+"""`OnlineTrainer`: the base of the trainers of all methods. It extends `transformers.Trainer` and has TRL's constructor.
+
+It checks the user's arguments, loads the policy, makes the parts of the run, and connects `transformers.Trainer` to the loop in
+`run/loop.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+
+from lockstep.contract.protocol import Engine
+from lockstep.definitions.optimizer import optimizer_fields
+from lockstep.definitions.settings import user_settings
+from lockstep.errors import InputError
+from lockstep.gateway.agents import AgentFunction
+from lockstep.models.adapters import causal_model
+from lockstep.models.cuda import marks_of, prepare_cuda
+from lockstep.models.liger import check_gpu
+from lockstep.models.shared_memory import refuse_shared_memory
+from lockstep.private_caches import use_private_caches
+from lockstep.report.alarms import Alarms
+from lockstep.report.phases import PhaseClock
+from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.programs.environments import Factory
+from lockstep.rollouts.programs.rollout_func import Bounds
+from lockstep.rollouts.scores.reward_functions import Given, ProcessingClasses, entries_of, reward_scorer
+from lockstep.rollouts.scores.rewards import Scorer
+from lockstep.run.engine import check_engine_arguments, refuse_before_loading
+from lockstep.run.files.changes import Changes
+from lockstep.run.files.completion_log import show_generation
+from lockstep.run.files.lock import locked
+from lockstep.run.files.method_state import MethodState
+from lockstep.run.files.run_clock import CLOCK, clock_of_run
+from lockstep.run.files.run_identity import model_inputs, run_inputs
+from lockstep.run.files.step_log import StepLog
+from lockstep.run.loop import TrainingLoop
+from lockstep.run.source import RolloutSource
+from lockstep.run.trainers.evaluation import EvaluatesBySampling
+from lockstep.run.trainers.hooks.callbacks import add_callbacks
+from lockstep.run.trainers.hooks.live_views import show_in_notebook
+from lockstep.run.trainers.hooks.optimizer import makes_optimizer
+from lockstep.run.trainers.hooks.steps import StepHooks
+from lockstep.run.trainers.hooks.whole_checkpoints import WholeCheckpoints
+from lockstep.run.trainers.setup.argument_kinds import check_kinds, check_open
+from lockstep.run.trainers.setup.arguments import (
+    check_reference,
+    check_reference_model,
+    context_within,
+    needs_plain_rows,
+    refuse_arguments,
+    rollout_tools,
+    router_coefficient,
+)
+from lockstep.run.trainers.setup.foreign_hooks import RefusesForeignHooks
+from lockstep.run.trainers.setup.images import (
+    check_images,
+    image_prompts,
+    parts_of_processor,
+    unsupported_with_images,
+)
+from lockstep.run.trainers.setup.sharding import shard_models
+from lockstep.tokens.clock import TemplateClock
+from lockstep.tokens.end import end_ids
+from lockstep.tokens.tokenizer import embedding_rows
+from lockstep.training.config.built_once import check_adapter
+from lockstep.training.config.checks import check_installed
+from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.config.sampling import sampling_of
+from lockstep.training.data.prompt_order import MicroBatch, PromptLoader, make_loader, order_of
+from lockstep.training.data.prompts import SINGLE, GivenData, read_data, read_prompts
+from lockstep.training.data.rehearsal import rehearse_functions
+from lockstep.training.forward.filters.id_rules import IdRules
+from lockstep.training.forward.policy import open_policy
+from lockstep.training.forward.reference import Reference
+from lockstep.training.forward.scoring import check_scorable
+from lockstep.training.generate.rollouts.function import RolloutFunc, RolloutFunction
+from lockstep.training.memory import RunModels, check_memory
+from lockstep.training.methods.objective import Objective
+from lockstep.training.step.distributed import leave_unwrapped
+from lockstep.training.step.generation import Preparation
+from lockstep.training.step.moving_share import check_steps_move
+from lockstep.watch.run import RunWatch
+from lockstep.watch.settings import SettingsProof
+
+# A rank waits for the rank with the engine this many times as long as a generation may take. The longest wait is for a generation
+# that is lost and repeated.
+_LONGEST_CALL = 12
+
+
+Config = TypeVar("Config", bound=OnlineConfig)
+Data: TypeAlias = Dataset | IterableDataset
+
+
+class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCheckpoints, Generic[Config]):
+    """The base of all trainers.
+
+    Args:
+        model: name, directory or hub id (see `lockstep.models.resolve`), or a loaded causal language model whose
+            `config.name_or_path` the engine can load too.
+        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.scores.rewards`). A reward
+            model, or its directory or hub id, may stand in place of a function (see `lockstep.rollouts.scores.reward_functions`).
+        args: the configuration; default: the method's configuration with its defaults.
+        train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards. Of a
+            `datasets.IterableDataset` the rows that `max_steps` need are read at once, and used in their order.
+        eval_dataset: the same for `evaluate`, or several by name; they must not overlap with the training data.
+        processing_class: the tokenizer, or a processor with a tokenizer and perhaps an image processor; by default the model's.
+        reward_processing_classes: tokenizers of the reward models, one per entry of `reward_funcs`; default: the models' own.
+        callbacks, optimizers: as in `transformers.Trainer`.
+        quantization_config: a `transformers.BitsAndBytesConfig` in 4 bits; with a `peft_config` this is QLoRA.
+        peft_config: a `peft.LoraConfig`; the trainer then trains a new adapter instead of the model's weights.
+        tools: functions that the model may call in a rollout, sync or async, with type hints and a docstring.
+        rollout_func: makes the rollouts itself (`lockstep.rollouts.programs.rollout_func`).
+        environment_factory: makes the environment of a rollout, or a mapping of such functions by the column `environment`
+            (`lockstep.rollouts.programs.environments`). `reward_funcs` may then be left out, and also the dataset.
+        agent: makes the rollouts by calls to the gateway (docs/guides/agents.md): a function `agent(base_url, api_key, row)`,
+            or a command line. `reward_funcs` may then be left out.
+        engine: a running engine; the trainer uses it instead of starting one, and the caller closes it.
+        ref_model: the reference model of the KL term; by default a copy of the policy as it is now, or with an adapter its base
+            model. It needs `beta` above 0.
+        refused: arguments of TRL's trainers that are not supported; a value other than None is refused by name.
+
+    Raises:
+        InputError: an argument cannot be used. The error names it, where possible before a model is loaded.
+        ProofError: trainer and engine do not agree; no optimizer step was taken on that data.
+    """
+
+    config_class: ClassVar[type[OnlineConfig]]
+    objective_class: ClassVar[type[Objective]]
+    loop_class: ClassVar[type[TrainingLoop]] = TrainingLoop
+    # The method's name in reports.
+    method: ClassVar[str]
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Given | list[Given] | None = None,
+        args: Config | None = None,
+        train_dataset: Data | None = None,
+        eval_dataset: Data | Mapping[str, Data] | None = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
+        reward_processing_classes: ProcessingClasses = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: list[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: Factory | Mapping[str, Factory] | None = None,
+        *,
+        agent: AgentFunction | str | None = None,
+        engine: Engine | None = None,
+        ref_model: PreTrainedModel | None = None,
+        **refused: Any,
+    ) -> None:
+        began = time.monotonic()
+        use_private_caches()
+        refuse_arguments(refused)
+        args = args if args is not None else self.config_class()
+        if not isinstance(args, self.config_class):
+            raise InputError(
+                f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}"
+            )
+        self.config: Any = args
+        asked, self.optimizer_fields = user_settings(vars(args)), optimizer_fields(vars(args))
+        self._is_closed = False
+        processing_class, image_processor = parts_of_processor(processing_class)
+        check_kinds(model, processing_class, callbacks, optimizers, engine)
+        check_reference(model, ref_model, args, peft_config)
+        check_adapter(peft_config)
+        check_installed([args.report_to] if isinstance(args.report_to, str) else args.report_to or ())
+        self.ranks = Ranks(_LONGEST_CALL * args.generation_timeout * (args.generations_ahead + 1))
+        self.alarms = Alarms(owner=self.ranks.owner)
+        args.template_clock = self.ranks.from_owner(
+            "clock",
+            lambda: clock_of_run(args),
+            lambda clock: clock.moment.isoformat(),
+            lambda moment: TemplateClock(datetime.fromisoformat(moment)),
+        )
+        found: list[GivenData] = []
+        in_use = unsupported_with_images(args)
+
+        def read() -> None:
+            found.append(read_data(train_dataset, eval_dataset, args, environment_factory))
+            check_images(found[0].named, model, in_use)
+
+        self.ranks.share("data", read)
+        (data,) = found
+        given = (train_dataset if train_dataset is not None else data.train, eval_dataset)
+        train_dataset, eval_dataset = data.train, data.evaluation
+        self._has_environments = environment_factory is not None
+        self._given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+        self.rollout_tools = rollout_tools(
+            tools, environment_factory, rollout_func, agent, args, self.ranks, train_dataset, model
+        )
+        # The columns that a `rollout_func` adds for the reward functions are not known before it has run.
+        if args.rehearse_rewards and rollout_func is None:
+            self.ranks.on_owner("rehearsal", lambda: self.rehearse(reward_funcs, train_dataset))
+        # Errors in reward functions come before a model's name is looked up. Reward models are loaded after the memory is counted.
+        loads_rewards = any(isinstance(entry, str) for entry in entries_of(reward_funcs))
+        if not loads_rewards:
+            self._scorer = self.scorer(reward_funcs, reward_processing_classes)
+        self.objective: Objective = self.objective_class(args)
+        name = model if isinstance(model, str) else model.config.name_or_path
+        if engine is None:
+            refuse_before_loading(args, name)
+        # All ranks come here, also where only the owner was given an engine.
+        self.ranks.on_owner("engine arguments", lambda: check_engine_arguments(args, name) if engine is None else None)
+        models = RunModels(
+            model,
+            peft_config,
+            quantization_config,
+            ref_model,
+            entries_of(reward_funcs),
+            self.objective.uses_reference,
+            self.make_critic,
+            own_optimizer=optimizers[0] is not None or makes_optimizer(type(self)),
+            own_engine=engine is not None,
+        )
+        self.ranks.on_owner("memory", lambda: check_memory(args, models))
+        if loads_rewards:
+            self._scorer = self.scorer(reward_funcs, reward_processing_classes)
+        scorer = self._scorer
+        prepare_cuda()
+        opened = open_policy(model, processing_class, peft_config, args, quantization_config)
+        policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
+        acting = bool(tools) or any(given is not None for given in (environment_factory, rollout_func, agent))
+        images = image_prompts(opened, args, data.named, image_processor, acting=acting)
+        banned = images.banned_ids if images is not None else ()
+        self.settings = SettingsProof(
+            asked, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], banned
+        )
+        refuse_shared_memory(policy)
+        self.optimizer_is_given, self._said = optimizers[0] is not None, set()
+        if not self.optimizer_is_given:
+            check_steps_move(policy, args, self.alarms)
+
+        self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
+        self.critic = self.make_critic(policy)
+        follows = getattr(args, "sync_ref_model", False) and self.reference is not None
+        context = context_within(policy, args.context_limit)
+        self._end_ids = ends = tuple(end_ids(causal_model(policy), tokenizer))
+        ids_of = None
+        if self.rollout_tools is not None:
+            self.rollout_tools.open(tokenizer, ends, images)
+            ids_of = self.rollout_tools.prompt_ids
+        vocabulary = embedding_rows(policy)
+        prompts = read_prompts(data.named, tokenizer, context, args, self.ranks, ids_of, images, vocabulary=vocabulary)
+        longest = max(len(p.ids) for own in prompts.values() for p in own) + args.completion_limit
+        self._train_prompts = prompts.pop("train")
+        self._eval_prompts = prompts
+        if environment_factory is not None or rollout_func is not None or agent is not None:
+            # An environment adds text to prompts, and a function or an agent makes others: as many tokens as a completion has, if
+            # they fit.
+            longest = min(longest + args.completion_limit, context)
+        self._prompts_of = lambda later, engines: read_prompts(
+            later, tokenizer, min(context, engines), args, self.ranks, ids_of, images, vocabulary=vocabulary
+        )
+        check_scorable(causal_model(policy))
+        self.objective.router_coefficient = router_coefficient(policy, args)
+        if ref_model is not None:
+            check_reference_model(policy, ref_model)
+        self.rules = IdRules.of_run(sampling_of(args, tokenizer, ends, banned), policy, tokenizer)
+        self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], longest)
+        self._order = order_of(self._train_prompts, args, shuffle=args.shuffle_dataset and not data.ordered)
+        self._loader = make_loader(self._train_prompts, self._order, args)
+        code = {
+            "reward": getattr(scorer, "functions", None) or getattr(scorer, "judge", None),
+            "tool": tools,
+            "environment": environment_factory,
+            "rollout_func": rollout_func,
+            "agent": agent,
+        }
+        rows = {"train": self._train_prompts, **(self._eval_prompts or {SINGLE: []})}
+        still = self.reference.own if self.reference is not None and not follows else None
+
+        def take_inputs() -> None:
+            processor = images.processor if images is not None else None
+            own = model_inputs(policy, tokenizer, ends, processor, still, own=ref_model is not None)
+            self.inputs |= run_inputs(rows, code, args, own)
+            self.inputs[CLOCK] = args.template_clock.moment.isoformat()
+
+        self.inputs = {}
+        self.ranks.on_owner("inputs", take_inputs)
+        self.rows = {part: len(prompts) for part, prompts in rows.items() if prompts}
+        self._seen = {name: self.count_seen(prompts) for name, prompts in self._eval_prompts.items()}
+        self.changes = Changes(self.objective, scorer, self.settings)
+        moving = self.reference if follows else None
+        self._method_state = MethodState(self.objective, moving, self.critic, self._order, self.changes)
+
+        if args.sharded_by is not None:
+            shard_models(
+                self.ranks, policy, self.reference, args, plain_rows=self._plain_rows, images=images is not None
+            )
+        super().__init__(
+            model=policy,
+            args=args,
+            train_dataset=given[0],
+            eval_dataset=given[1],
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        leave_unwrapped(self.accelerator)
+        self.clock = PhaseClock(marks_of(self.args.device))
+        self.files = add_callbacks(self, began)
+        for part in (self.reference, self.critic):
+            if part is not None:
+                part.to(self.args.device)
+        # One more token if the model allows it: an engine scores a sequence only if one more token fits behind it.
+        max_model_len = context if args.context_limit else min(longest + 1, context)
+        bounds = Bounds(vocabulary, args.completion_limit, max_model_len, ends)
+        self.source = RolloutSource(
+            policy,
+            scorer,
+            tokenizer,
+            args,
+            self.clock,
+            self.ranks,
+            engine,
+            self.model_path,
+            max_model_len,
+            longest,
+            self.settings,
+            tools=self.rollout_tools,
+            function=None if rollout_func is None else RolloutFunction(rollout_func, self, tokenizer, bounds, images),
+            images=images,
+            alarms=self.alarms,
+        )
+        self.last_eval_groups = []
+        self._eval_notes = defaultdict(list)
+        self.step_log = StepLog()
+        self.watch = RunWatch(
+            self.objective,
+            self.source.watch,
+            scorer,
+            self._policy,
+            self._trained_modules,
+            lambda: self.state,
+            self.ranks,
+            self.clock,
+            self.step_log.note,
+            self.settings,
+        )
+        self.loop = self.loop_class(
+            self.objective,
+            self.source,
+            Preparation(self.objective, self.reference, self.clock, self.ranks, self.watch),
+            self._order,
+            self._train_prompts,
+            self._policy,
+            self._trained_modules,
+            lambda: self.state,
+            self.ranks,
+            self.clock,
+            self.step_log,
+            self.watch,
+        )
+        self._notebook_view = show_in_notebook(self)
+
+    def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
+        """Call the reward functions once on made-up completions, so that their errors appear before a model is loaded."""
+        tools, config = self.rollout_tools, self.config
+        given = [] if reward_funcs is None and tools is not None else entries_of(reward_funcs)
+        if tools is None:
+            rehearse_functions(given, dataset, config)
+            return
+        limit = config.reward_timeout * (len(given) + 1)
+        tools.beside_environments(lambda: rehearse_functions(given, dataset, config, tools.rehearsed), limit)
+
+    def scorer(self, reward_funcs: Any, processing_classes: Any) -> Scorer:
+        """The scorer that gives rollouts their rewards."""
+        config = self.config
+        return reward_scorer(
+            reward_funcs,
+            processing_classes,
+            weights=config.reward_weights,
+            timeout=config.reward_timeout,
+            chat_template_kwargs=config.template_arguments,
+            device=config.device,
+            **(self.rollout_tools.rewards if self.rollout_tools is not None else {}),
+        )
+
+    def make_critic(self, policy: PreTrainedModel) -> torch.nn.Module | None:
+        """The value head; None if the method has no value head."""
+        return None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; only on the rank that holds it."""
+        return self.source.engine
+
+    @property
+    def proofs(self) -> Any:
+        """The proofs of the run; only on the rank that holds the engine."""
+        return self.source.proofs
+
+    # ---- data -------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> PromptLoader:
+        """One item per micro-step. The order depends on seed and epoch only, and is the same on every rank."""
+        return self._loader
+
+    # ---- weights and rollouts ---------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, as the base class does. At the end, also after an error, the engine's unfinished generations are cancelled.
+
+        Raises:
+            InputError: there is no checkpoint to resume from, another process is running in the output directory, or
+                `use_liger_kernel` is set and there is no GPU.
+            LockstepError: the trainer is closed.
+        """
+        check_open(self._is_closed)
+        check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = self.args.resume_from_checkpoint
+        folder = Path(self.args.output_dir or ".")
+        with ExitStack() as held:
+            self.ranks.on_owner("lock", lambda: held.enter_context(locked(folder, "trainer")))
+            self.check_resume(resume_from_checkpoint)
+            try:
+                with self.noting_failure():
+                    return super().train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                self.source.abandon_pending()
+                if self._notebook_view is not None:
+                    self._notebook_view.stop()
+
+    def training_step(self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Learn from one part of the current generation: see `TrainingLoop.micro_step`.
+
+        Raises:
+            ProofError: trainer and engine do not agree; no optimizer step is taken.
+        """
+        self.take_weights()
+        model.train()
+        loss = self.loop.micro_step(inputs)
+        every = self.config.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        # The base class logs the mean over ranks, but the ranks' parts of a step add up.
+        return torch.tensor(loss * self.ranks.count, device=self.args.device)
+
+    def rollouts(self) -> list[RolloutGroup]:
+        """Scored rollouts of all training prompts, by the policy as it is. Nothing is learned."""
+        self.take_weights()
+        return self.loop.rollout_in_parts(self._train_prompts, self.config.group_size)
+
+    # ---- evaluation, logs, checkpoints ------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log the figures of rollouts and proofs since the last log, and the seconds per phase, beside the base class's figures.
+
+        The entry at the end of training has the figures of the steps after the last multiple of `logging_steps`, as in TRL.
+        """
+        if "loss" in logs:
+            logs |= self.step_log.take(self.clock)
+            if self.source.losses:
+                logs["engine/losses"] = self.source.losses
+            if self.source.servers:
+                logs["engine/servers"] = self.source.servers
+            if alarms := self.alarms.texts:
+                logs["alarms"] = len(alarms)
+            logs["num_tokens"] = self.state.num_input_tokens_seen
+            if self.is_world_process_zero():
+                callbacks = self.callback_handler.callbacks
+                show_generation(self.loop.generation, self.config, self.state.global_step, callbacks)
+        elif "train_runtime" in logs and self.state.global_step % max(int(self.state.logging_steps), 1):
+            logs |= self.step_log.taken
+        super().log(logs, start_time)
+
+    def end(self) -> None:
+        """Close the engine, finish the trackers and destroy the process group. TRL's scripts call it as their last line."""
+        self.close()
+        super().end()
+
+    def close(self) -> None:
+        """Close the engine, if the trainer started it."""
+        self._is_closed = True
+        self.source.close()

@@ -1,0 +1,198 @@
+"""The draws proof: every token was drawn from the distribution whose log-prob the engine reported.
+
+An engine that samples at another temperature, cuts the tail or keeps the better of two tokens, and reports the right log-probs,
+has no gap. The proof bets against such engines on every sampled token of drawn rollouts (`watch/bets.py`). The product of
+the pays is the evidence of a bet. Without a fault it has mean 1 at any time, so it exceeds 1e6 in at most one of a million runs of
+any length (Ville's inequality). Why the mean is 1:
+
+- The pay of a token has mean 1, whatever came before it: its bet is fixed before the token is sampled.
+- The seed and the number of the generation alone decide which rollouts are drawn (`training/step/generation.py`). Neither a token
+  nor a reward has a part in it. So the tokens that are bet on are tokens like all others.
+- Rollouts that are not drawn pay nothing, even if the policy learns from them and their sums are available. It learns from
+  them because of their rewards, and tokens that are chosen by a reward may be likelier or rarer than their log-probs say.
+- A generation of which nothing is drawn leaves the evidence as it is.
+
+The evidence is of the whole run: the receipt keeps it, and a resumed run goes on with it.
+
+Proof `draws`.
+Shows: every token was drawn from the distribution whose log-prob the engine reported: no other temperature, no cut
+tail, no better one of two (docs/internals/proof.md#draws).
+Does not show: a fault that is smaller than the tokens of the run can show; a choice between samples that looks at
+nothing but a reward; what a `rollout_func` returned.
+When: every step that has drawn rollouts (docs/internals/proof.md#groups-without-a-gradient), before the optimizer:
+every token of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.errors import ProofError
+from lockstep.watch.bets import BETS, TokenDraws
+
+# Largest probability that the evidence of a run without a fault ever reaches the limit.
+FALSE_ALARM = 1e-6
+# Nats that each token pays for the rounding of the log-softmax in fp32. It may be the same for every token of a long run.
+SLACK = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class DrawStats:
+    """Sums over sampled tokens. The sums of a generation's parts can be added.
+
+    Attributes:
+        tokens: number of tokens that were bet on.
+        fresh: how many of them the weights of the forward have sampled. The other sums but `evidence` are over these.
+        surprise: sum of log p(token) + entropy. Its mean is 0.
+        variance: sum of the variances of log p.
+        completions: number of completions with fresh tokens.
+        squares: sum over completions of the square of each one's own `surprise`.
+        evidence: sum of the log pay of each bet.
+    """
+
+    tokens: int = 0
+    fresh: int = 0
+    surprise: float = 0.0
+    variance: float = 0.0
+    completions: int = 0
+    squares: float = 0.0
+    evidence: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def z(self) -> float:
+        """Standard deviations by which likely tokens are too frequent, over tokens; below 0: too rare."""
+        return self.surprise / math.sqrt(self.variance) if self.variance > 0 else 0.0
+
+    @property
+    def z_completions(self) -> float:
+        """The same over whole completions, measured by how much they really vary."""
+        return self.surprise / math.sqrt(self.squares) if self.squares > 0 else 0.0
+
+    def __add__(self, other: DrawStats) -> DrawStats:
+        names = {**self.evidence, **other.evidence}
+        return DrawStats(
+            self.tokens + other.tokens,
+            self.fresh + other.fresh,
+            self.surprise + other.surprise,
+            self.variance + other.variance,
+            self.completions + other.completions,
+            self.squares + other.squares,
+            {name: self.evidence.get(name, 0.0) + other.evidence.get(name, 0.0) for name in names},
+        )
+
+
+def measure_draws(
+    draws: TokenDraws, behaviour: torch.Tensor, lengths: Sequence[int], fresh: np.ndarray | None = None
+) -> DrawStats:
+    """Statistics of the N tokens of several completions, one completion after the other.
+
+    Tokens of older weights are bet on like the others: the bets need nothing of the trainer but that its weights have not learned
+    from these tokens yet. The other sums are about the trainer's own distribution, and leave these tokens out.
+
+    Args:
+        behaviour: (N,) the engine's log-probs.
+        lengths: number of tokens of each completion; they add up to N.
+        fresh: (N,) bool, whether the weights of the forward have sampled each token; None: true for all.
+    """
+    if not sum(lengths):
+        return DrawStats()
+    shift = draws.logps - behaviour.double().cpu().numpy() - SLACK
+    shifts = float(shift.sum())
+    evidence = {name: float(bet.log_ratios(draws).sum()) + shifts for name, bet in BETS.items()}
+    counted = np.ones(len(shift), dtype=bool) if fresh is None else fresh
+    surprises = np.where(counted, draws.surprises, 0.0)
+    starts = np.cumsum([0, *lengths[:-1]])[np.array(lengths) > 0]
+    return DrawStats(
+        len(shift),
+        int(counted.sum()),
+        float(surprises.sum()),
+        float(draws.variances[counted].sum()),
+        int(np.logical_or.reduceat(counted, starts).sum()),
+        float(np.square(np.add.reduceat(surprises, starts)).sum()),
+        evidence,
+    )
+
+
+class DrawEvidence:
+    """The evidence of a run, from generation to generation.
+
+    A fault may begin late, when a bet has long lost what it had. So each bet starts again at every generation, with a share of the
+    stake: 1 ÷ k(k + 1) at generation k, in all 1. The evidence is the mean over bets of all that they hold.
+
+    Attributes:
+        generations: number of generations so far that had tokens to bet on.
+        held: logarithm of what each bet holds.
+    """
+
+    def __init__(self) -> None:
+        self.generations = 0
+        self.held: dict[str, float] = {}
+
+    def add(self, stats: DrawStats) -> None:
+        """Add a generation. One without tokens that were bet on does not count."""
+        if not stats.tokens:
+            return
+        self.generations += 1
+        stake = -math.log(self.generations) - math.log(self.generations + 1)
+        for name in BETS:
+            before = float(np.logaddexp(self.held.get(name, -math.inf), stake))
+            self.held[name] = before + stats.evidence.get(name, 0.0)
+
+    @property
+    def log_evidence(self) -> float:
+        """Logarithm of the evidence against the claim. The stakes of later generations count as held."""
+        kept = -math.log(self.generations + 1)
+        values = [float(np.logaddexp(held, kept)) for held in self.held.values()] or [0.0]
+        return float(np.logaddexp.reduce(values)) - math.log(len(values))
+
+    @property
+    def strongest(self) -> str:
+        """The bet that holds most."""
+        return max(self.held, key=lambda name: self.held[name])
+
+    def data(self) -> dict[str, Any]:
+        """What the receipt keeps."""
+        return {"generations": self.generations, "held": dict(self.held)}
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> DrawEvidence:
+        """The evidence that a receipt has kept."""
+        found = cls()
+        found.generations = int(data["generations"])
+        found.held = {name: float(held) for name, held in data["held"].items() if name in BETS}
+        return found
+
+    def check(self, version: int, stats: DrawStats) -> None:
+        """Check the evidence.
+
+        Args:
+            version: weight version of the last generation.
+            stats: of the last generation.
+
+        Raises:
+            ProofError: the evidence is 1 ÷ `FALSE_ALARM` or more.
+        """
+        if not self.log_evidence < -math.log(FALSE_ALARM):
+            raise ProofError(
+                "draws",
+                f"at version {version}: the sampled tokens are not draws from the distributions whose log-probs were reported. The "
+                f"evidence is 1e{self.log_evidence / math.log(10):.1f} of {1 / FALSE_ALARM:.0e} after {self.generations} "
+                f"generations, most by the bet '{self.strongest}'; Z {stats.z:+.1f} over the last {stats.fresh} tokens",
+                f"the engine {BETS[self.strongest].suspicion}: it samples with another temperature or filter than it reports, or "
+                "something keeps the better of several samples",
+                "compare the engine's sampling settings with the run's, and look for a program that chooses between samples",
+            )
+
+
+def draw_metrics(evidence: DrawEvidence, stats: DrawStats) -> dict[str, float]:
+    """Metrics of a run's evidence, and of its last generation if tokens of it were bet on."""
+    found = {"parity/draws_log10_evidence": evidence.log_evidence / math.log(10)}
+    if stats.tokens:
+        found |= {"parity/draws_z": stats.z, "parity/draws_z_completions": stats.z_completions}
+    return found

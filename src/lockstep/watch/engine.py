@@ -1,0 +1,686 @@
+"""The watch of an engine: the proofs of its pushes and answers, and the receipt that all proofs leave.
+
+| when | proofs |
+|------|--------|
+| start, before anything is sampled (an evaluation too) | one push with a probe of every module, and the canary |
+| every push | those of `watch/push.py` |
+| every answer | `settings`, `limits`, `ends` |
+| every generation | `samples`, `limits`, `interruption` |
+| every generation, with `max_staleness` | `staleness`; drawn tokens are asked again, and compared ahead (`watch/ahead.py`) |
+| every optimizer step, before the optimizer; every evaluation | `gap`, `draws`, `kept_ids` (the mean) |
+
+With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest
+from lockstep.contract.sampling import Sampling
+from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.errors import InputError
+from lockstep.report.alarms import LINE, Alarm, Alarms
+from lockstep.report.busy import busy
+from lockstep.report.phases import PhaseClock
+from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.rollouts.ahead import GenerationsAhead
+from lockstep.rollouts.driver import Start, decoding
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.recovery import Recovery
+from lockstep.sync.push import drop_record
+from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.forward.filters.id_rules import IdRules
+from lockstep.training.step.generation import Generation, branches_of
+from lockstep.watch.ahead import ProofsAhead, check_staleness
+from lockstep.watch.draws import DrawEvidence, DrawStats, draw_metrics
+from lockstep.watch.ends import Ends
+from lockstep.watch.gap import GapStats, GapTail, JudgedGap, PooledGap, check_count, over_limits
+from lockstep.watch.gap_explained import ExplainedGap
+from lockstep.watch.kept_sets import KeptSetStats
+from lockstep.watch.modules import ModuleProbe, ProbeRecord
+from lockstep.watch.optimizer_settings import Change
+from lockstep.watch.push import ProvenPusher, PushProof
+from lockstep.watch.quantised_gap import QuantisationError
+from lockstep.watch.receipt import RECEIPT, Receipt, figures, start_line, step_line
+from lockstep.watch.rescoring import sampled_logps
+from lockstep.watch.samples import Seeds, check_samples
+from lockstep.watch.settings import SettingsProof
+from lockstep.watch.tolerances import Tolerance, tolerance
+
+# What a watcher shows during the first proof.
+_PROVING = "proving every module of the engine"
+
+
+class Proofs:
+    """All checks between an engine's answers and an optimizer step.
+
+    Args:
+        model: the trained model; it is only read.
+        engine: the engine that samples for the model.
+        config: the run's configuration.
+        clock: counts pushes under `sync` and proofs under `verify`.
+        settings: what the user has asked for.
+        sampling: the distribution of every request.
+        bets: whether the draws proof bets on the tokens.
+
+    Raises:
+        ProofError: the sampling distribution of the run is not what the user has asked for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        engine: Engine,
+        config: OnlineConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        clock: PhaseClock,
+        settings: SettingsProof,
+        sampling: Sampling,
+        *,
+        bets: bool,
+    ) -> None:
+        self._model = model
+        self._bets = bets
+        self._engine = engine
+        self._config = config
+        self._clock = clock
+        self.engine_dtype = config.engine_torch_dtype
+        self.precision = config.precision
+        self.pusher = self._pusher_to(engine)
+        self._receipt: Receipt | None = None
+        # The gaps of generations, and those of evaluations.
+        self.pool, self._evaluated_pool = PooledGap(), PooledGap()
+        self.tail = GapTail(self.limit)
+        # Of this generation, and of the last one whose means were judged.
+        self._judged = self._last_judged = JudgedGap(GapStats(), self.limit)
+        rules = IdRules.of_run(sampling, model, tokenizer)
+        self.distribution = rules.distribution
+        self._ahead = ProofsAhead(model, engine, self.distribution, self.precision, config.seed)
+        self.explained = ExplainedGap(
+            model,
+            engine,
+            self.distribution,
+            self.precision,
+            lambda: self.pusher.module_probe,
+            stale_by_design=config.max_staleness > 0,
+        )
+        self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer, special=True))
+        settings.check_sampling(rules.sampling, "the distribution that the trainer scores")
+        self.kept_sets = KeptSetStats()
+        self._draws, self._drawn, self._drawn_version, self._judged_version = DrawEvidence(), DrawStats(), -1, -1
+        # Of the evaluations of this process.
+        self._evaluated = DrawEvidence()
+
+    def _pusher_to(self, engine: Engine) -> ProvenPusher:
+        return ProvenPusher(
+            self._model,
+            engine,
+            self.engine_dtype,
+            self.precision,
+            seed=self._config.seed,
+            quantised=self._config.vllm_quantization is not None,
+            adapter_alone=self._config.vllm_enable_lora,
+            phase=self._clock.phase,
+        )
+
+    @property
+    def limit(self) -> Tolerance:
+        """The limits on the gap of the canary. With an engine in 8 bits they are known after the first canary."""
+        return self.pusher.limit
+
+    @property
+    def quantisation(self) -> QuantisationError | None:
+        """What it changes that the engine holds the weights in 8 bits; None: it does not."""
+        return self.pusher.quantisation
+
+    @property
+    def limit_of_tokens(self) -> Tolerance:
+        """The limits on the mean gap of sampled tokens."""
+        return self.pusher.limit_of_tokens
+
+    @property
+    def probe(self) -> ModuleProbe:
+        """The probe of the engine's modules."""
+        return self.pusher.module_probe
+
+    def distrust(self) -> None:
+        """Probe every module after the next push, because the engine was lost and may be another one now."""
+        self.pusher.distrust()
+        self._ahead.forget()
+
+    def forget_evidence(self) -> None:
+        """Forget the tokens of earlier steps and evaluations, so that they do not count in later judgements."""
+        self.pool, self._evaluated_pool, self.tail = PooledGap(), PooledGap(), GapTail(self.limit)
+        self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
+        self._evaluated = DrawEvidence()
+        self._ahead.forget_tokens()
+
+    def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
+        """Open the receipt, and prove the engine before it samples the first rollout.
+
+        Args:
+            inputs: the run's data, code and settings, for the receipt.
+
+        Raises:
+            ProofError: a push, any module, or the canary fails.
+            InputError: a run is continued and its receipt is broken.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._receipt = Receipt(folder / RECEIPT, step)
+        self.tail, self.pool = GapTail(self.limit), PooledGap()
+        self._ahead.forget_tokens()
+        self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
+        for entry in self._receipt.entries:
+            if "draws" in entry:
+                self._draws = DrawEvidence.of(entry["draws"])
+                self.pool = PooledGap(GapStats(**entry.get("waiting", {})))
+            self.tail.passed(
+                GapStats(
+                    sum_cubes=entry.get("sum_cubes", 0.0),
+                    sum_fourths=entry.get("sum_fourths", 0.0),
+                    max_abs=entry.get("max_abs_gap", 0.0),
+                )
+            )
+        self.prove_engine(step)
+        servers = {"servers": list(self._engine.members)} if isinstance(self._engine, VLLMServer) else {}
+        more = {
+            "trainer": {"compute": str(self.precision.dtype_of(self._model))},
+            "temperature": self._config.temperature,
+            "inputs": inputs,
+            **servers,
+        }
+        self._receipt.append(start_line(step, self.pusher, self._engine.settings(), more))
+
+    def prove_engine(self, version: int) -> PushProof:
+        """Push the weights, probe every module and score the canary. This comes before the engine samples anything.
+
+        Raises:
+            ProofError: the push, a module or the canary fails.
+        """
+        self.pusher.distrust()
+        proof = self.pusher.push(version, canary=True)
+        self.pusher.sample_canary(self.distribution, version)
+        self.tail.outer = self.pusher.limit_of_tokens
+        return proof
+
+    def prove_joining(self, engine: Engine, version: int) -> PushProof:
+        """Prove another engine as `prove_engine` proves the run's own, before its servers join.
+
+        Raises:
+            ProofError: the push, a module or the canary fails.
+        """
+        try:
+            return self._pusher_to(engine).push(version, canary=True)
+        finally:
+            drop_record(engine)
+
+    def note_servers(self, step: int, changes: Mapping[str, Any]) -> None:
+        """Write into the receipt which servers have joined, have left or were refused."""
+        if self._receipt is not None:
+            self._receipt.append({"kind": "servers", "step": step, **changes})
+
+    def note_optimizer(self, step: int, given: Sequence[Mapping[str, Any]] | None, changes: Sequence[Change]) -> None:
+        """Write into the receipt the settings of an optimizer that the user gave, and changes of settings that were taken."""
+        assert self._receipt is not None
+        groups = {} if given is None else {"given": list(given)}
+        self._receipt.append(
+            {"kind": "optimizer", "step": step, **groups, "changes": [change.line() for change in changes]}
+        )
+
+    def note_unproven(self, step: int, proof: str, why: str) -> None:
+        """Write into the receipt that a proof could not be made at a step, and why."""
+        if self._receipt is not None:
+            self._receipt.append({"kind": "unproven", "step": step, "proof": proof, "why": why})
+
+    def note_taken(self, step: int, taken: Sequence[str]) -> None:
+        """Write into the receipt which hooks and functions of the user's stand in the way of the model's backward."""
+        if self._receipt is not None:
+            self._receipt.append({"kind": "hooks", "step": step, "taken": list(taken)})
+
+    def note_change(self, step: int, field: str, value: Any, settings: dict[str, Any]) -> None:
+        """Write into the receipt that the user has changed a field of the run.
+
+        Args:
+            settings: the fields that the receipt's first line will have, for a change before that line.
+        """
+        if self._receipt is None:
+            settings[field] = value
+        else:
+            self._receipt.append({"kind": "change", "step": step, "field": field, "value": value})
+
+    def keep_alarms(self, alarms: Alarms, step: Callable[[], int]) -> None:
+        """Continue the alarms that the receipt has, and write new ones into it, after `start`.
+
+        Args:
+            step: gives the number of steps so far.
+        """
+        receipt = self._receipt
+        assert receipt is not None
+
+        def write(alarm: Alarm) -> None:
+            receipt.append({"kind": LINE, "step": step(), **asdict(alarm)})
+
+        alarms.go_on(receipt.entries, write)
+
+    def note_evaluation(self, line: Mapping[str, Any]) -> None:
+        """Write into the receipt what an evaluation before training has measured."""
+        assert self._receipt is not None
+        self._receipt.append(dict(line))
+
+    def note_checkpoint(self, step: int, digests: str) -> None:
+        """Write a checkpoint's digest into the receipt. The checkpoint no longer fits a receipt that is cut or rewritten."""
+        assert self._receipt is not None
+        # A checkpoint that is on the disk needs its line there too.
+        self._receipt.append({"kind": "checkpoint", "step": step, "digests": digests}, durable=True)
+
+    def sync(self, version: int, *, every_module: bool = False) -> ProbeRecord:
+        """Push the weights and probe the engine.
+
+        Raises:
+            ProofError: the engine did not receive, load or commit the weights, or computes with others.
+        """
+        # An engine that slept has new memory: the canary asks it as a whole, before it samples.
+        return self.pusher.push(version, every_module=every_module, canary=self._config.engine_sleeps).probe
+
+    @property
+    def canary_is_due(self) -> bool:
+        """Whether the engine was asked for the canary and its answer was not checked yet."""
+        return self._ahead.is_due
+
+    def ask_again(self, completions: Sequence[Completion], version: int, limit: float) -> None:
+        """Ask the engine to score the canary and drawn completions with the weights that it holds now, while the trainer goes on.
+
+        Args:
+            limit: seconds that the answer may take, including the requests that the engine works on first.
+        """
+        self._ahead.ask(completions, version, limit)
+
+    def check_asked_again(self, version: int) -> None:
+        """Wait for the answer to `ask_again` and check it. Called before the policy changes.
+
+        Raises:
+            ProofError: trainer and engine give a sequence different log-probs.
+            EngineLost: the engine was lost meanwhile.
+        """
+        with self._clock.phase("verify"):
+            self._ahead.check_answer(version, self.limit)
+
+    def check_begun(self, begun: Mapping[int, Sequence[Completion]], version: int) -> None:
+        """Check the gap of drawn completions of later generations, while the trainer has the weights that sampled them.
+
+        Args:
+            begun: the finished completions of each generation, by its number.
+
+        Raises:
+            ProofError: the gap is over a limit; the error says where it comes from.
+        """
+        with self._clock.phase("verify"):
+            for gap, completions in self._ahead.check_begun(begun, version, self.tail.limit):
+                self._check_limits(gap, completions, version)
+
+    def check_answer(self, request: GenerationRequest, answer: Completion) -> None:
+        """Check one request and its answer.
+
+        Raises:
+            ProofError: the request is not what the user has asked for, or the answer did not end where the request says.
+        """
+        self._settings.check_request(request)
+        self._ends.check(request, answer)
+
+    def check_completions(self, completions: Sequence[Completion]) -> None:
+        """Check finished completions of one turn.
+
+        Raises:
+            ProofError: a completion has another length or another interruption than the user has asked for.
+        """
+        with self._clock.phase("verify"):
+            context = self._engine.settings().max_model_len
+            for completion in completions:
+                self._settings.check_completion(completion, context)
+
+    def check_groups(self, groups: Sequence[RolloutGroup]) -> None:
+        """Check the samples of a whole generation.
+
+        Raises:
+            ProofError: completions of one group are copies of each other.
+        """
+        with self._clock.phase("verify"):
+            check_samples([[r.branches for r in group.rollouts] for group in groups])
+
+    def token_gaps(self, completion: Completion) -> list[float]:
+        """(S,) parity gap of each sampled token under the weights that the policy has now, for reports."""
+        own = sampled_logps(self._model, completion, self.distribution, self.precision)
+        return (torch.from_numpy(completion.sampled_logprobs.copy()) - own).tolist()
+
+    def check_gap(
+        self,
+        gap: GapStats,
+        kept_sets: KeptSetStats,
+        sampled: int,
+        completions: Sequence[Completion],
+        version: int,
+    ) -> None:
+        """Check the parity gap before the optimizer step.
+
+        Args:
+            gap: over all tokens that the policy scored.
+            kept_sets: over drawn tokens.
+            sampled: how many tokens the engine sampled with the weights of `version`, without those that are left aside.
+            completions: the sampled completions; a failure is explained with some of them.
+
+        Raises:
+            ProofError: tokens are missing; the gap is over a limit, and the error says where it comes from; or the sets of kept ids
+                are not those of the run's filters.
+        """
+        with self._clock.phase("verify"):
+            check_count(gap, sampled, version)
+            if gap.tokens:
+                self.measure_quantisation(completions, version)
+            limit = self.tail.limit
+            pools = self._config.max_staleness or limit.is_coarse
+            # Some generations are judged twice, with the same tokens. The pool gets them once, and sets are compared once.
+            again, self._judged_version = version == self._judged_version, version
+            pool = PooledGap() if again else self.pool
+            judged = pool.add(gap, limit) if pools else gap
+            self._check_limits(judged, completions, version)
+            if not again:
+                self._judged = JudgedGap(judged, self.tail.limit)
+                self._last_judged = self._judged if judged.tokens else self._last_judged
+            if kept_sets.tokens or not again:
+                self.kept_sets = kept_sets
+            kept_sets.check_mean(self.distribution.sampling, self.tail.limit)
+
+    def check_evaluation(
+        self,
+        gap: GapStats,
+        draws: DrawStats,
+        kept_sets: KeptSetStats,
+        completions: Sequence[Completion],
+        version: int,
+    ) -> None:
+        """Check the drawn completions of an evaluation.
+
+        Args:
+            gap, draws, kept_sets: over their tokens.
+
+        Raises:
+            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from the distributions whose
+                log-probs were reported.
+        """
+        with self._clock.phase("verify"):
+            check_count(gap, sum(len(c.sampled_places) for c in completions), version)
+            limit = self.tail.limit
+            judged = self._evaluated_pool.add(gap, limit) if limit.is_coarse else gap
+            self._check_limits(judged, completions, version)
+            kept_sets.check_mean(self.distribution.sampling, limit)
+            if self._bets:
+                self._evaluated.add(draws)
+                self._evaluated.check(version, draws)
+
+    @property
+    def judged(self) -> Mapping[str, float]:
+        """The figures of the last gap whose means were judged, with their limits (`JudgedGap.figures`)."""
+        return self._last_judged.figures()
+
+    def _check_limits(self, gap: GapStats, completions: Sequence[Completion], version: int) -> None:
+        if over_limits(gap, self.tail.limit):
+            # The limits of an engine in 8 bits are those of other tokens, unless these tokens were measured.
+            self.measure_quantisation(sorted(completions, key=lambda c: str(c.key) != gap.worst), version, always=True)
+        limit = self.tail.limit
+        if over_limits(gap, limit):
+            raise self.explained.error(gap, limit, completions, version)
+
+    def measure_quantisation(self, completions: Sequence[Completion], version: int, *, always: bool = False) -> None:
+        """Measure what an engine in 8 bits changes on these tokens, if it is due or `always`, and set the limits that follow."""
+        found = self.pusher.quantisation
+        if found is not None and (always or found.is_due(version)):
+            found.measure(completions, version, self.distribution, regular=not always)
+        self.tail.outer = self.pusher.limit_of_tokens
+
+    def check_draws(self, draws: DrawStats, version: int) -> None:
+        """Bet on a generation's tokens. Further calls for the same version do nothing.
+
+        Raises:
+            ProofError: the tokens of the run are no draws from the distributions whose log-probs were reported.
+        """
+        if self._bets and version != self._drawn_version:
+            self._drawn, self._drawn_version = draws, version
+            self._draws.add(draws)
+            self._draws.check(version, draws)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the last push, and of the last generation's proofs."""
+        kept = self.kept_sets.metrics() if self.distribution.sampling.is_filtered else {}
+        pushed = {} if self.pusher.proof is None else self.pusher.proof.push.metrics()
+        if self.pusher.quantisation is not None:
+            pushed |= self.pusher.quantisation.metrics()
+        judged = self._judged.metrics()
+        return pushed | kept | judged | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
+
+    def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
+        """Write the receipt's line of a step whose proofs have passed.
+
+        Args:
+            gap: over the tokens that the weights of `version` sampled, except the tokens that are left aside.
+            sampled: how many tokens the engine sampled in all.
+            aside: how many of them are left aside, because nothing is learned from them and their group was not drawn.
+        """
+        assert self._receipt is not None
+        more = {
+            "sampled_tokens": sampled,
+            "aside_tokens": aside,
+            **self._of_staleness(sampled - aside - gap.tokens),
+            "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
+        }
+        line = step_line(step, version, self.pusher, gap, self.tail.limit, self._judged, self.pool.waiting, more)
+        self._receipt.append(line)
+        self.tail.passed(gap)
+
+    def _of_staleness(self, stale: int) -> dict[str, Any]:
+        """The receipt's fields about stale tokens; empty for a run that has none."""
+        found = self._ahead.figures()
+        return {"stale_tokens": stale, **{name: figures(*of) for name, of in found.items()}} if found else {}
+
+
+class GenerationProofs:
+    """The proofs on generations.
+
+    Args:
+        ahead: the generations that the engine samples ahead; None: there are none.
+        push: pushes the weights of a version. It is called if the engine was lost after it was asked.
+        limit: seconds that a request may wait behind generations that began earlier.
+    """
+
+    def __init__(
+        self,
+        proofs: Proofs,
+        recovery: Recovery,
+        ahead: GenerationsAhead | None,
+        push: Callable[[int], None],
+        limit: float,
+    ) -> None:
+        self._proofs, self._recovery, self._ahead = proofs, recovery, ahead
+        self._push, self._limit = push, limit
+
+    def check(
+        self,
+        gap: GapStats,
+        draws: DrawStats,
+        kept_sets: KeptSetStats,
+        generation: Generation,
+        step: int,
+        *,
+        record: bool = True,
+    ) -> None:
+        """Check the parity gap of a whole generation and its draws, and write them to the receipt.
+
+        Args:
+            gap: over all tokens of the generation but those that are left aside.
+            draws: over all tokens of its drawn rollouts. The draws of a generation count once, at the first call.
+            kept_sets: over drawn tokens.
+            record: write the receipt's line; there is one per generation.
+
+        Raises:
+            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
+        """
+        version = generation.version
+        if self._ahead is not None:
+            if not record:
+                # The gap is checked once per generation, together with the canary. The policy does not change before that.
+                self._proofs.check_draws(draws, version)
+                return
+            self._recovery.run(lambda: self._prove_ahead(generation))
+        self._proofs.check_gap(gap, kept_sets, generation.due_tokens, generation.completions, version)
+        self._proofs.check_draws(draws, version)
+        if record:
+            self._proofs.write(gap, generation.sampled_tokens, generation.aside_tokens, step, version)
+
+    def _prove_ahead(self, generation: Generation) -> None:
+        """The proofs of a run with tokens of older weights, before the policy changes."""
+        assert self._ahead is not None
+        version = generation.version
+        if not self._proofs.canary_is_due:
+            # The engine was lost after it was asked.
+            self._push(version)
+            self._proofs.ask_again(generation.completions, version, self._limit)
+        self._proofs.check_asked_again(version)
+        begun = {number: [c for r in found for c in r.branches] for number, found in self._ahead.finished().items()}
+        self._proofs.check_begun(begun, version)
+
+
+class EngineWatch:
+    """The proofs of the engine on one rank, before they are needed and where another rank holds the engine.
+
+    Args:
+        model: the trained model; it is only read.
+        sampling: the distribution of every request.
+        bets: whether the draws proof bets on the tokens.
+
+    Attributes:
+        decode: gives the text of ids, without special tokens.
+        searches_top_p: whether the engine searches the edge of top-p (`FilterBounds`). Every rank proves the sets of its own
+            tokens.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: OnlineConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        clock: PhaseClock,
+        ranks: Ranks,
+        settings: SettingsProof,
+        sampling: Sampling,
+        *,
+        bets: bool,
+    ) -> None:
+        self.model, self._config, self._tokenizer, self._clock, self._ranks = model, config, tokenizer, clock, ranks
+        self._settings, self._sampling, self._bets = settings, sampling, bets
+        self.decode = decoding(tokenizer)
+        self.searches_top_p, self._proven, self._seeds = False, False, Seeds()
+        self._limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(model))
+        self._proofs: Proofs | None = None
+        self._generations: GenerationProofs | None = None
+        self._recovery: Recovery | None = None
+
+    def opened(self, engine: Engine) -> Proofs:
+        """There is an engine on this rank."""
+        self._proofs = Proofs(
+            self.model,
+            engine,
+            self._config,
+            self._tokenizer,
+            self._clock,
+            self._settings,
+            self._sampling,
+            bets=self._bets,
+        )
+        return self._proofs
+
+    def works(
+        self, recovery: Recovery, ahead: GenerationsAhead | None, push: Callable[[int], None], limit: float
+    ) -> None:
+        """The engine of this rank can be given work. The arguments are those of `GenerationProofs`."""
+        self._recovery = recovery
+        self._generations = GenerationProofs(self.proofs, recovery, ahead, push, limit)
+
+    @property
+    def proofs(self) -> Proofs:
+        """The proofs.
+
+        Raises:
+            InputError: another rank holds the engine.
+        """
+        if self._proofs is None:
+            raise InputError(f"rank {self._ranks.rank} holds no engine")
+        return self._proofs
+
+    @property
+    def generations(self) -> GenerationProofs:
+        """The proofs on what a generation learned from; only on the rank that holds the engine."""
+        assert self._generations is not None
+        return self._generations
+
+    @property
+    def limit(self) -> Tolerance:
+        """The limits on the gap of sampled tokens; on a rank without the engine, those of the dtypes."""
+        return self._limit if self._proofs is None else self._proofs.limit_of_tokens
+
+    def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
+        """Open the receipt, and prove the engine before it samples the first rollout. `inputs` stand in the receipt."""
+        self._prove("start", lambda: self.proofs.start(folder, step, inputs))
+
+    def prove_first(self, version: int) -> None:
+        """Prove the engine before it samples for the first time, if `start` has not done so. Every rank calls."""
+        if not self._proven:
+            self._prove("prove", lambda: self.proofs.prove_engine(version))
+
+    def _prove(self, name: str, prove: Callable[[], object]) -> None:
+        def work() -> None:
+            assert self._recovery is not None
+            self._recovery.run(prove)
+
+        with busy(_PROVING, self._clock.progress):
+            self._ranks.on_owner(name, work)
+        self._proven = True
+
+    def asked(self, starts: Sequence[Start], version: int) -> None:
+        """Requests will be sent. No two of them may have one seed."""
+        self._seeds.check({start.key: start.seed for start in starts}, version)
+
+    def sampled(self, groups: Sequence[RolloutGroup], *, one_turn: bool) -> None:
+        """The engine has answered all requests of these groups.
+
+        Args:
+            one_turn: whether every completion is one answer to one request.
+        """
+        self.proofs.check_groups(groups)
+        if one_turn:
+            self.proofs.check_completions(branches_of(groups))
+
+    def taken_ahead(self, groups: Sequence[RolloutGroup], version: int, *, one_turn: bool, limit: float) -> None:
+        """Groups were taken whose tokens may be older than `version`.
+
+        Args:
+            limit: seconds that the engine's answer to a further question may take.
+        """
+        completions = branches_of(groups)
+        check_staleness(completions, version, self._config.max_staleness)
+        self.sampled(groups, one_turn=one_turn)
+        self.proofs.ask_again(completions, version, limit)
+
+    def note_unproven(self, step: int, proof: str, why: str) -> None:
+        """Write into the receipt that a proof could not be made at a step. On ranks without the engine nothing is written."""
+        if self._proofs is not None:
+            self._proofs.note_unproven(step, proof, why)
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the proofs on the current generation; empty on a rank without the engine."""
+        return self.proofs.metrics() if self._ranks.owner else {}

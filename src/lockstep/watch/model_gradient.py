@@ -1,0 +1,542 @@
+"""Lets the trainer's own forward and backward compute gradients that `watch/finite_differences.py` compares with a plain forward.
+
+A drawn sum of scores goes through the model before a step's first forward. A drawn part of a step itself is compared in
+float32, and where it is over a part of its limit, other comparisons decide. Neither weights nor random numbers nor
+gradients are changed.
+
+In half precision the gradient of a log-prob says little where the policy is nearly certain of its token: 1 − p is then as small
+as its rounding. So sums are drawn there over ids that were not sampled, and a part in doubt is compared with itself, computed
+again.
+
+Proof `model_gradient`.
+Shows: the trainer's backward, from log-probs, entropies and values to every trained tensor, gives the slopes of a
+plain float64 forward; what a drawn part of the step adds to `.grad`, through all hooks and before the clip, gives the
+slope of a plain float32 forward, and in doubt of a float64 forward (docs/internals/proof.md#the-models-own-backward).
+Does not show: other sequences than the drawn ones; in half precision, what costs less than 0.4 of the gradient and
+happens under autocast only, and one wrong layer of a large model that no hook shows, before the next 50th step;
+sharded models, 4-bit weights and DoRA, where the receipt counts the checks that were not made.
+When: a drawn sum at the first step of a run or a resume, and at every 50th step; a part of the step itself at every
+tenth step, so at the latest after 10 steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
+from lockstep.errors import LockstepError, ProofError
+from lockstep.models.quantised import is_quantised
+from lockstep.shards.model import sharded
+from lockstep.to_device import on_host, sent
+from lockstep.tokens.arrays import filled, places_of, whole_numbers
+from lockstep.training.batch.pack import Pack, units_of
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.forward.scoring import TokenScores
+from lockstep.training.step.update import Policy
+from lockstep.watch.finite_differences import (
+    Added,
+    Directions,
+    Drawn,
+    check_added,
+    check_computed_gradient,
+    check_model_gradient,
+    check_repeated,
+)
+from lockstep.watch.tolerances import gradient_limit
+
+_logger = logging.getLogger(__name__)
+
+# A part of the step itself is checked at one step in so many.
+EVERY = 10
+# A drawn sum is checked at the first step, and at one step in so many.
+EVERY_SUM = 50
+# The part of a limit over which a comparison in float32 is made again in float64. In half precision a common factor of all
+# gradients is off by some hundredths. In single precision rounding falls with the root of the number of tensors.
+_DOUBT_HALF, _DOUBT_SINGLE, _TENSORS = 0.25, 0.125, 20
+# Completions of a drawn sum, and ids of each: the end of its prompt, and the beginning of the completion.
+_COMPLETIONS, _PROMPT, _IDS = 2, 32, 12
+# Drawn sums, if the gradient of the first one in half precision is over the limit.
+_DRAWS = 5
+
+
+class Checked(NamedTuple):
+    """What one call has found: figures to log, and why a check that was due could not be made (empty: it was made)."""
+
+    figures: dict[str, float]
+    unproven: str = ""
+
+
+class ModelGradient:
+    """The checks of one run, on one rank.
+
+    Args:
+        trained: gives the modules that the optimizer changes.
+        entropies: whether the method's loss has a gradient through entropies.
+        rank: of this process; ranks draw other completions.
+
+    Attributes:
+        part: the part of the current step whose gradient is checked; None: none is.
+    """
+
+    def __init__(
+        self, trained: Callable[[], list[torch.nn.Module]], config: OnlineConfig, rank: int, *, entropies: bool
+    ) -> None:
+        self._trained, self._config, self._rank, self._entropies = trained, config, rank, entropies
+        self._told: set[str] = set()
+        self.part: CheckedPart | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Start again: the next step is a first one."""
+        self._is_first, self.part, self._unproven = True, None, ""
+
+    def is_due(self, step: int) -> bool:
+        """Whether a part of a step is checked. All ranks give the same answer.
+
+        Args:
+            step: number of steps before this one.
+        """
+        return (step + self._config.seed) % EVERY == 0
+
+    def begin(
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        learned: Sequence[Sequence[TrainingSequence]],
+        step: int,
+    ) -> Checked:
+        """Before the first forward of a step: check the first step, and draw the part of a step whose gradient is checked.
+
+        Args:
+            sequences: those of the step, over all ranks.
+            learned: those with a gradient, in the micro-batches of this rank; empty if scores are not all that has a gradient.
+            step: number of steps before this one.
+
+        Raises:
+            ProofError: the backward gives another gradient than finite differences of a plain forward.
+        """
+        self.part = None
+        due = self.is_due(step)
+        if not sequences or not (self._is_first or due):
+            return Checked({})
+        named = self._named()
+        if why := _not_provable(policy, named):
+            self._is_first = False
+            return Checked({}, self._say(why))
+        # Another proof (`accumulation`) must find a gradient that is left from an earlier step.
+        if any(map(bool, on_host([p.grad.any() for p in named.values() if p.grad is not None]))):
+            return Checked({})
+        seed = (self._config.seed, step, self._rank)
+        if due and (part := draw_part(learned, np.random.default_rng((*seed, 1)))):
+            names = frozenset(s.name for s in part)
+            self.part = CheckedPart(names, named, self._distribution(policy), (*seed, 2))
+            if not self._is_first and (step + self._config.seed) % EVERY_SUM:
+                return Checked({})
+        self._is_first = False
+        return self._sum_checked(policy, sequences, named, step)
+
+    def finish(self, policy: Policy, sequences: Sequence[TrainingSequence], step: int) -> Checked:
+        """After the last backward of a step, before its gradients are clipped: check what the drawn part has added to them.
+
+        Raises:
+            ProofError: the part's gradient is not the slope of a plain forward, or, where that is in doubt, as `begin`.
+        """
+        part, self.part = self.part, None
+        if part is None:
+            return Checked({})
+        named, found = self._named(), part.gradient(policy.model, policy.critic)
+        limit, is_coarse = self._limit(policy)
+        if found is not None:
+            added, drawn = found
+            distance = self._computed(lambda: added.distance(drawn))
+            doubt = _DOUBT_HALF if is_coarse else _DOUBT_SINGLE * min(1.0, math.sqrt(_TENSORS / len(named)))
+            if distance is not None and distance <= doubt * limit:
+                return Checked({"checked/step_gradient_error": distance})
+        # In doubt, and where the part has no gradient at all, a drawn sum goes through the model as at the first step.
+        with _set_aside(named):
+            checked = self._sum_checked(policy, sequences, named, step)
+            if found is None:
+                return checked
+            if is_coarse:
+                error = self._checked_again(policy, part.sequences, added, drawn, limit)
+            else:
+                error = self._computed(lambda: check_added(added, drawn, limit))
+        if error is None:
+            return Checked(checked.figures, self._unproven)
+        # A part that was compared with nothing but itself shows no plain forward. The drawn sum is then the whole proof.
+        alone = is_coarse and self._autocast(policy) is None
+        return Checked(checked.figures | {"checked/step_gradient_error": error}, checked.unproven if alone else "")
+
+    def _checked_again(
+        self, policy: Policy, sequences: Sequence[TrainingSequence], added: Added, drawn: Drawn, limit: float
+    ) -> float | None:
+        """How far what a part has added is from the same gradient, computed again. No trained tensor may hold a gradient.
+
+        Under autocast the part is also computed without it, and compared with the slope of the plain forward.
+        """
+        with self._gradients(policy, sequences, drawn.coefficients, added.named):
+            error = check_repeated(added, added.read_again(), drawn, _DOUBT_HALF * limit)
+        if self._autocast(policy) is not None:
+            exactly = replace(policy, autocast=nullcontext)
+            with self._gradients(exactly, sequences, drawn.coefficients, added.named):
+                exact = added.read_again()
+            if self._computed(lambda: check_added(exact, drawn, gradient_limit(torch.float32))) is None:
+                return None
+        return error
+
+    def _limit(self, policy: Policy) -> tuple[float, bool]:
+        """The limit for gradients, and whether the trainer's rounding may be as large as the gradient of a log-prob."""
+        limit = gradient_limit(self._config.precision.dtype_of(policy.model))
+        return limit, limit > gradient_limit(torch.float64)
+
+    def _autocast(self, policy: Policy) -> torch.dtype | None:
+        """The dtype of autocast over weights in float32, whose gradients exist without it too; None: there is no such autocast."""
+        return self._config.precision.autocast if policy.model.dtype == torch.float32 else None
+
+    def _named(self) -> dict[str, torch.nn.Parameter]:
+        return {
+            f"value_head.{name}" if i else name: p
+            for i, module in enumerate(self._trained())
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        }
+
+    def _sum_checked(
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        named: Mapping[str, torch.nn.Parameter],
+        step: int,
+    ) -> Checked:
+        """Check the gradient of a drawn sum of scores. No trained tensor may hold a gradient."""
+        error = self._error(policy, sequences, named, (self._config.seed, step, self._rank))
+        if error is None:
+            return Checked({}, self._unproven)
+        return Checked({"checked/model_gradient_error": error})
+
+    def _error(
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        named: Mapping[str, torch.nn.Parameter],
+        seed: tuple[int, ...],
+    ) -> float | None:
+        # Without autocast the limit is narrow. Then the gradient with autocast is compared with the gradient without it.
+        autocast = self._autocast(policy)
+        exactly = policy if autocast is None else replace(policy, autocast=nullcontext)
+        limit = self._limit(policy)[0] if autocast is None else gradient_limit(torch.float32)
+        error, chosen, factors, exact = self._exact_error(exactly, sequences, named, seed, limit)
+        # Under autocast, rounding may send a token to another expert, which then gets its gradient.
+        if autocast is None or any(".experts." in name for name in named):
+            return error
+        limit, distances = gradient_limit(autocast), [self._distance(policy, chosen, factors, exact)]
+        for number in range(1, _DRAWS) if limit < distances[0] < math.inf else ():
+            again = (*seed, number)
+            chosen, factors = self._draw(policy, sequences, again)
+            with self._gradients(exactly, chosen, factors, named):
+                exact = Directions(named, again)
+            distances.append(self._distance(policy, chosen, factors, exact))
+        check_computed_gradient(distances, limit)
+        return error
+
+    def _exact_error(
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        named: Mapping[str, torch.nn.Parameter],
+        seed: tuple[int, ...],
+        limit: float,
+    ) -> tuple[float | None, list[TrainingSequence], torch.Tensor, Directions]:
+        """The error of a drawn sum, its sequences, their factors, and its gradient.
+
+        Rounding may now and then add up in the gradients of a few tensors, in float32 too (SmolLM2-135M after 250 steps: 0.05 in
+        one of some 30 sums, 0.003 to 0.02 in the others). A fault is there in most sums. So the majority of five is judged.
+
+        Raises:
+            ProofError: the gradient of most drawn sums is over the limit, or that of one is not finite.
+        """
+        failed: list[ProofError] = []
+        error: float | None = None
+        for number in range(_DRAWS):
+            again = (*seed, number) if number else seed
+            chosen, factors = self._draw(policy, sequences, again)
+            completions = [completion_of(s) for s in chosen]
+            drawn = Drawn(policy.model, policy.critic, completions, factors, self._distribution(policy))
+            with self._gradients(policy, chosen, factors, named):
+                exact = Directions(named, again)
+                try:
+                    error = self._computed(functools.partial(check_model_gradient, drawn, named, again, limit))
+                except ProofError as found:
+                    failed.append(found)
+            if failed and (len(failed) > _DRAWS // 2 or not exact.is_finite):
+                raise failed[0]
+            if not failed or number + 1 - len(failed) > _DRAWS // 2:
+                break
+        return error, chosen, factors, exact
+
+    def _draw(
+        self, policy: Policy, sequences: Sequence[TrainingSequence], seed: tuple[int, ...]
+    ) -> tuple[list[TrainingSequence], torch.Tensor]:
+        """Drawn sequences, cut, and the (3, N) factors of their log-probs, entropies and values."""
+        draws = np.random.default_rng(seed)
+        chosen = [_cut(s) for s in _pair(sequences, draws)]
+        if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:
+            # Ids of pictures stand for their pixels, which other texts do not have.
+            texts = [s for s in sequences if s.pictures is None] or chosen
+            ids = np.unique(np.concatenate([part for s in texts for part in (s.prompt_ids, s.completion_ids)]))
+            chosen = [s.but(completion_ids=draws.choice(ids, len(s.completion_ids))) for s in chosen]
+        size = sum(s.length for s in chosen)
+        used = (True, self._entropies, policy.critic is not None)
+        signs = draws.integers(0, 2, (3, size)) * 2.0 - 1.0
+        return chosen, torch.from_numpy(signs * np.array(used)[:, None] / np.sqrt(size * sum(used)))
+
+    def _distance(
+        self, policy: Policy, chosen: Sequence[TrainingSequence], factors: torch.Tensor, exact: Directions
+    ) -> float:
+        """How far the gradient of a drawn sum is from the exact one, in sizes of the exact one."""
+        with self._gradients(policy, chosen, factors, exact.named):
+            return exact.distance()
+
+    def _computed(self, compute: Callable[[], float | None]) -> float | None:
+        """What is computed; None if it says nothing, or if an operation refuses a wide dtype. Then `_unproven` has the reason."""
+        self._unproven = ""
+        try:
+            found = compute()
+        except ProofError:
+            raise
+        except Exception as error:
+            trouble = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            if not refuses_a_dtype(trouble):
+                raise
+            self._unproven = self._say(f"a forward in float64 fails ({type(trouble).__name__}: {str(trouble)[:200]})")
+            return None
+        if found is None:
+            self._unproven = self._say("finite differences of its forward depend on the step")
+        return found
+
+    def _say(self, why: str) -> str:
+        if why not in self._told:
+            self._told.add(why)
+            _logger.warning(f"the model's backward is not proven at this step: {why}")
+        return why
+
+    def _gradients(
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        factors: torch.Tensor,
+        named: Mapping[str, torch.nn.Parameter],
+    ) -> Any:
+        return _Gradients(policy, sequences, factors, named, self._config, entropies=self._entropies)
+
+    def _distribution(self, policy: Policy) -> Distribution:
+        config = self._config
+        if policy.rules is None:
+            return Distribution(Sampling(config.completion_limit, temperature=config.temperature))
+        found = policy.rules.distribution
+        return replace(found, sampling=replace(found.sampling, temperature=config.temperature))
+
+
+class _Gradients:
+    """A context in which the trained tensors hold the gradients of the drawn sum, as the trainer computes them."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        sequences: Sequence[TrainingSequence],
+        factors: torch.Tensor,
+        named: Mapping[str, torch.nn.Parameter],
+        config: OnlineConfig,
+        *,
+        entropies: bool,
+    ) -> None:
+        self._policy, self._sequences, self._factors = policy, sequences, factors
+        self._named, self._config, self._entropies = named, config, entropies
+
+    def __enter__(self) -> None:
+        lengths = [s.length for s in self._sequences]
+        parts = dict(zip((s.name for s in self._sequences), self._factors.split(lengths, 1), strict=True))
+        for pack in self._policy.packs(self._sequences, self._config):
+            scores = self._policy.score(pack, self._config, entropy_gradient=self._entropies)
+            # A pack may have another order.
+            own = torch.cat([parts[s.name] for s in pack.sequences], 1).to(scores.logps.dtype)
+            factors = sent(own, scores.logps.device)
+            total = (scores.logps * factors[0]).sum()
+            if self._entropies:
+                total = total + (scores.entropies * factors[1]).sum()
+            if scores.values is not None:
+                total = total + (scores.values * factors[2]).sum()
+            self._policy.backward(total)
+
+    def __exit__(self, *error: object) -> None:
+        for parameter in self._named.values():
+            parameter.grad = None
+
+
+def _not_provable(policy: Policy, named: Mapping[str, torch.nn.Parameter]) -> str:
+    """Why the backward of a policy is never proven; empty if it is."""
+    if sharded(policy.model) is not None:
+        return "a sharded model has no float64 copy on one rank"
+    if any(is_quantised(p) for p in policy.model.parameters()):
+        return "with 4-bit weights the kernels of a library compute, in few digits"
+    if any("lora_magnitude_vector" in name for name in named):
+        return "DoRA's backward takes a norm of the weights as constant, on purpose, so it is not the true gradient"
+    return ""
+
+
+def refuses_a_dtype(trouble: Exception) -> bool:
+    """Whether a kernel refuses a dtype, as each library does in its own way. A fault of a device or of memory is another."""
+    if isinstance(trouble, NotImplementedError) or type(trouble).__module__.startswith("triton"):
+        return True
+    if isinstance(trouble, KeyError):
+        # vLLM's batch-invariant products have a table by dtype.
+        return isinstance(trouble.args[0] if trouble.args else None, torch.dtype)
+    text = str(trouble).lower()
+    of_machine = any(word in text for word in ("device", "cuda", "out of memory", "allocate memory", "enough memory"))
+    of_library = isinstance(trouble, (RuntimeError, TypeError, ValueError)) and not isinstance(trouble, LockstepError)
+    return of_library and not of_machine
+
+
+@contextmanager
+def _set_aside(named: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+    """A context in which no tensor holds a gradient. At its end every tensor has its own again."""
+    kept = {name: p.grad for name, p in named.items()}
+    for parameter in named.values():
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for name, parameter in named.items():
+            parameter.grad = kept[name]
+
+
+def _pair(sequences: Sequence[TrainingSequence], draws: np.random.Generator) -> list[TrainingSequence]:
+    """A drawn sequence, and others of the same prompt if there are any: they share its positions in a pack."""
+    first = sequences[int(draws.integers(len(sequences)))]
+    same = [s for s in sequences if s is not first and np.array_equal(s.prompt_ids, first.prompt_ids)]
+    return [first, *same[: _COMPLETIONS - 1]]
+
+
+def _cut(sequence: TrainingSequence) -> TrainingSequence:
+    """The end of the prompt and the beginning of the completion, with at least one sampled id."""
+    places = places_of(sequence.sampled, len(sequence.completion_ids))
+    size = max(_IDS, int(places[0]) + 1)
+    kept = int((places < size).sum())
+    return TrainingSequence(
+        sequence.name,
+        sequence.prompt_ids[-_PROMPT:],
+        sequence.completion_ids[:size],
+        sequence.behaviour_logps[:kept],
+        sampled=None if sequence.sampled is None else sequence.sampled[:size],
+        kept_ids=None if sequence.kept_ids is None else sequence.kept_ids.part(0, kept),
+    )
+
+
+# Among so many drawn units of sequences, the shortest one is the part.
+_AMONG = 4
+
+
+class CheckedPart:
+    """The part of one step, on one rank.
+
+    Args:
+        names: of its sequences, which have a gradient and stay in one pack.
+        named: the trained tensors.
+        distribution: the one that the sequences were sampled from.
+        seed: draws the direction.
+    """
+
+    def __init__(
+        self,
+        names: frozenset[str],
+        named: Mapping[str, torch.nn.Parameter],
+        distribution: Distribution,
+        seed: tuple[int, ...],
+    ) -> None:
+        self._names, self._named, self._distribution, self._seed = names, named, distribution, seed
+        self._pack: tuple[TrainingSequence, ...] = ()
+        self._flows: list[torch.Tensor] = []
+        self._added: Added | None = None
+
+    def split(self, sequences: Sequence[TrainingSequence]) -> list[list[TrainingSequence]]:
+        """The sequences of a micro-batch: those of the part, and the others. Empty lists are left out."""
+        own = [s for s in sequences if s.name in self._names]
+        return [part for part in (own, [s for s in sequences if s.name not in self._names]) if part]
+
+    @property
+    def sequences(self) -> Sequence[TrainingSequence]:
+        """The sequences of the part, in the order of their pack."""
+        return self._pack
+
+    @contextmanager
+    def watch(self, pack: Pack, scores: TokenScores) -> Iterator[None]:
+        """A context for the loss of a pack and its backward. What the pack of the part adds to the gradients is kept."""
+        if pack.sequences[0].name not in self._names:
+            yield
+            return
+        self._pack = pack.sequences
+        for tensor in (scores.logps, scores.entropies, scores.values):
+            flow = torch.zeros(len(scores.logps), dtype=torch.float64, device=scores.logps.device)
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(partial(_keep, flow))
+            self._flows.append(flow)
+        self._added = Added(self._named, self._seed)
+        yield
+        self._added.read()
+
+    def gradient(self, model: PreTrainedModel, critic: torch.nn.Module | None) -> tuple[Added, Drawn] | None:
+        """What the part has added to the gradients, and its sum of scores, both divided by the size of the sum's coefficients.
+
+        None if the loss has no gradient at the part's tokens.
+        """
+        if self._added is None:
+            return None
+        coefficients = torch.stack(self._flows)
+        size = float(coefficients.norm())
+        if not size:
+            return None
+        completions = [completion_of(s) for s in self._pack]
+        drawn = Drawn(model, critic, completions, coefficients / size, self._distribution)
+        return self._added.scaled(1 / size), drawn
+
+
+def _keep(flow: torch.Tensor, gradient: torch.Tensor) -> None:
+    flow += gradient.detach()
+
+
+def draw_part(batches: Sequence[Sequence[TrainingSequence]], draws: np.random.Generator) -> list[TrainingSequence]:
+    """The shortest of some drawn units of a step's sequences with a gradient; empty if there is none without pictures."""
+    units = [unit for batch in batches for unit in units_of(batch) if all(s.pictures is None for s in unit)]
+    if not units:
+        return []
+    chosen = draws.permutation(len(units))[:_AMONG].tolist()
+    return min((units[i] for i in chosen), key=lambda unit: sum(len(s.path) for s in unit))
+
+
+def completion_of(sequence: TrainingSequence) -> Completion:
+    """A sequence as an engine would have answered it. Its log-probs and versions are not those of an engine."""
+    count = len(sequence.completion_ids)
+    return Completion(
+        RequestKey(sequence.name, 0),
+        sequence.prompt_ids,
+        sequence.completion_ids,
+        filled(0.0, count),
+        whole_numbers([0] * count),
+        "length",
+        sequence.sampled,
+        sequence.kept_ids,
+    )

@@ -1,0 +1,238 @@
+"""The receipt: one line per step in `receipt.jsonl`. Each line contains the hash of the line before.
+
+The trainer writes a line after the proofs of each optimizer step have passed. Later the receipt shows which proofs a run passed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep.contract.protocol import EngineSettings
+from lockstep.errors import InputError
+from lockstep.files import append_line, replace_text, without_nan
+from lockstep.secret import without_secrets
+from lockstep.watch.gap import GapStats, JudgedGap
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.tolerances import Tolerance
+
+RECEIPT = "receipt.jsonl"
+# A file in each checkpoint: digests of its content. The receipt has the digest of this file.
+DIGESTS = "digests.json"
+_FIRST = "0" * 32
+
+
+class Receipt:
+    """Appends chained lines to a file, and continues the chain of an existing file.
+
+    Args:
+        path: the receipt's file.
+        step: the run's current optimizer step. Later lines are dropped, because they will be written again. At step 0 an earlier
+            run's receipt is kept beside it as `receipt.previous.jsonl`.
+
+    Raises:
+        InputError: the existing chain is broken.
+
+    Attributes:
+        entries: the entries that the run had written before, up to `step`.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        self._path = path
+        self._last = _FIRST
+        self.entries: list[dict[str, Any]] = []
+        if path.exists():
+            lines = read_log(path)
+            if step == 0 and lines:
+                path.rename(path.with_name("receipt.previous.jsonl"))
+                return
+            lines = lines_up_to(lines, step)
+            check_chain(lines)
+            replace_text(path, "".join(f"{line}\n" for line in lines))
+            self.entries = [json.loads(line) for line in lines]
+            if lines:
+                self._last = self.entries[-1]["hash"]
+
+    def append(self, entry: dict[str, Any], *, durable: bool = False) -> None:
+        """Write one entry without its secrets. If it is `durable`, it is on the disk when this returns.
+
+        Raises:
+            OSError: the entry cannot be written. The receipt is as it was before.
+        """
+        body = without_nan({**without_secrets(entry, by_name=False), "previous": self._last})
+        own = _hash(body)
+        append_line(self._path, json.dumps({**body, "hash": own}), durable=durable)
+        self._last = own
+
+
+def read_receipt(path: Path) -> list[dict[str, Any]]:
+    """The entries of a receipt with an unbroken chain.
+
+    Raises:
+        InputError: the file is empty or not text, or a line was changed, removed or added.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not a text file") from error
+    if not lines:
+        raise InputError(f"{path} is empty")
+    check_chain(lines)
+    return [json.loads(line) for line in lines]
+
+
+def check_receipt(path: Path) -> int:
+    """Compute a receipt's chain again, and check that it names the checkpoints of the same directory.
+
+    Returns:
+        Number of lines.
+
+    Raises:
+        InputError: a line was changed, removed or added, or the checkpoints were written with another receipt.
+    """
+    entries = read_receipt(path)
+    sealed = {entry["digests"] for entry in entries if entry["kind"] == "checkpoint"}
+    for digests in sorted(path.parent.glob(f"checkpoint-*/{DIGESTS}")):
+        if text_digest(digests.read_text(encoding="utf-8")) not in sealed:
+            raise InputError(f"{digests.parent.name} was written with another receipt: lines were removed or replaced")
+    return len(entries)
+
+
+def read_log(path: Path) -> list[str]:
+    """The lines of a log. Bytes that are no text become U+FFFD: a line of the receipt with one does not fit its hash."""
+    return [line for line in path.read_bytes().decode(errors="replace").split("\n") if line]
+
+
+def lines_up_to(lines: list[str], step: int) -> list[str]:
+    """The entries of a run's log up to and including a step. A last line that a kill cut short is dropped."""
+    return [line for line in lines if _step_of(line, otherwise=step + 1) <= step]
+
+
+def check_chain(lines: list[str]) -> None:
+    """Compute the chain of a receipt again, and compare.
+
+    Raises:
+        InputError: a line was changed, removed or added. The message contains its number.
+    """
+    previous = _FIRST
+    for number, line in enumerate(lines, start=1):
+        try:
+            body = json.loads(line)
+            claimed = body.pop("hash")
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            raise InputError(f"receipt line {number} is not an entry of a receipt") from error
+        if body.get("previous") != previous or claimed != _hash(body):
+            raise InputError(f"receipt line {number} does not fit the chain: it or the line before was changed")
+        previous = claimed
+
+
+def _step_of(line: str, otherwise: int) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return otherwise
+
+
+def _hash(body: dict[str, Any]) -> str:
+    return text_digest(json.dumps(body, sort_keys=True))
+
+
+def text_digest(text: str) -> str:
+    """Hex digest of a text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def start_line(step: int, pusher: ProvenPusher, settings: EngineSettings, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a run's start, after the first push and its canary.
+
+    Args:
+        more: further fields of the run.
+    """
+    proof = pusher.proof
+    assert proof is not None
+    assert proof.canary is not None
+    probed = proof.probe
+    return {
+        "kind": "start",
+        "step": step,
+        "version": step,
+        "engine": {key: str(value) for key, value in asdict(settings).items()},
+        "limits": {
+            **asdict(pusher.limit),
+            "max": pusher.limit.largest(proof.canary.tokens),
+            "module_probe": probed.limit,
+        },
+        "modules": {"probed": probed.modules, "unreached": list(probed.unreached)},
+        "canary": figures(proof.canary, pusher.limit),
+        **_of_push(pusher),
+        **more,
+    }
+
+
+def step_line(
+    step: int,
+    version: int,
+    pusher: ProvenPusher,
+    gap: GapStats,
+    limit: Tolerance,
+    judged: JudgedGap,
+    waiting: GapStats,
+    more: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The line of a step whose proofs have passed.
+
+    Args:
+        gap: over the tokens that the weights of `version` sampled, except the tokens that are left aside.
+        limit: the limits that the largest gap was compared with.
+        judged: the gap whose means were compared with their limits, over the tokens of this step, or of this and earlier ones;
+            empty if they wait for more tokens.
+        waiting: the tokens that wait.
+        more: further fields of the step.
+    """
+    assert pusher.proof is not None
+    push = pusher.proof.push
+    return {
+        "kind": "step",
+        "step": step,
+        "version": version,
+        "digest": push.digest,
+        "tensors": push.tensors,
+        "modules_probed": pusher.proof.probe.modules,
+        **_of_push(pusher),
+        "checked_tokens": gap.tokens,
+        "sum_abs_gap": gap.sum_abs,
+        "max_abs_gap": gap.max_abs,
+        "max_allowed": limit.largest(gap.tokens),
+        "sum_k3": gap.sum_k3,
+        "sum_cubes": gap.sum_cubes,
+        "sum_fourths": gap.sum_fourths,
+        "worst_request": gap.worst,
+        **({"judged": found} if (found := judged.figures()) else {}),
+        **({"waiting": asdict(waiting)} if waiting.tokens else {}),
+        **more,
+    }
+
+
+def figures(gap: GapStats, limit: Tolerance | None = None) -> dict[str, float]:
+    """The figures of a gap, and the limit that its largest one was compared with."""
+    found = {"tokens": gap.tokens, "mean_abs_gap": gap.mean_abs, "max_abs_gap": gap.max_abs, "k3": gap.k3}
+    return found if limit is None else {**found, "max_allowed": limit.largest(gap.tokens)}
+
+
+def _of_push(pusher: ProvenPusher) -> dict[str, Any]:
+    """What the last probe has found; for an engine in 8 bits, also its codes, its quantisation error and its second canary."""
+    assert pusher.proof is not None
+    probed, found = pusher.proof.probe, pusher.quantisation
+    name, error = probed.worst
+    fields: dict[str, Any] = {"worst_module": {"name": name, "error": error}}
+    if found is not None:
+        fields["quantisation"] = {"codes": probed.codes, **found.figures()}
+        whole = {"canary": found.with_whole_inputs, "sampled": found.sampled_with_whole_inputs}
+        fields["quantisation"] |= {
+            f"{name}_with_whole_inputs": figures(gap) for name, gap in whole.items() if gap is not None
+        }
+    return fields

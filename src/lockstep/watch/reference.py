@@ -1,0 +1,167 @@
+"""The proof of what must stay as it is: the reference model, and the frozen weights under an adapter.
+
+Proof `reference`.
+Shows: the reference model and the frozen weights under an adapter have the bytes with which training began (64 MiB of
+drawn tensors per generation, all of them at the start; up to 32 drawn elements of every tensor after each step); they
+share no memory with trained weights; the reference's log-probs of one drawn completion are those of a plain forward.
+Does not show: tensors that were not drawn yet; the other completions.
+When: start; every generation; every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.contract.device_digest import key_for
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
+from lockstep.contract.tensors import digests_of
+from lockstep.errors import ProofError
+from lockstep.models.autocast import Precision
+from lockstep.rollouts.group import RolloutGroup
+from lockstep.shards.parts import local_part
+from lockstep.tokens.arrays import Reals
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.step.generation import branches_of
+from lockstep.training.step.update import Policy
+from lockstep.watch.rescoring import sampled_logps
+from lockstep.watch.tolerances import Tolerance, own_limit
+from lockstep.watch.windows import Drawn
+
+# Bytes that are read again in each generation, so that large models are covered over several generations.
+_BYTES = 64 * 2**20
+
+
+def check_reference_scores(
+    model: PreTrainedModel,
+    completion: Completion,
+    logps: Reals,
+    distribution: Distribution,
+    precision: Precision,
+    limit: Tolerance,
+) -> None:
+    """Score one completion again with the reference model, as a plain row, and compare.
+
+    Args:
+        logps: (T,) the log-probs of the sampled tokens that the loss will use.
+        limit: for two forwards in the trainer's precision.
+
+    Raises:
+        ProofError: they differ.
+    """
+    gap = (sampled_logps(model, completion, distribution, precision) - torch.tensor(logps)).abs()
+    mean, largest = float(gap.mean()), float(gap.max())
+    if not (mean <= limit.mean_of(len(gap)) and largest <= limit.largest(len(gap))):
+        raise ProofError(
+            "reference",
+            f"the reference's log-probs of completion {completion.key} differ from a plain forward of the reference by "
+            f"{mean:.2g} nats on average and {largest:.2g} at most, over {len(gap)} tokens",
+            "the log-probs belong to other tokens or another model, or were changed after they were computed",
+            "report it with the run's configuration; leave beta at 0 until it is solved",
+        )
+
+
+class FrozenWeights:
+    """Tensors that training must not change.
+
+    Args:
+        tensors: the frozen tensors by name. Of sharded tensors, this rank proves its part.
+        trained: the tensors that the optimizer changes.
+        seed: draws which tensors are read again.
+
+    Raises:
+        ProofError: a frozen tensor shares its memory with a trained one.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], trained: Iterable[torch.Tensor], seed: int) -> None:
+        tensors = {name: local_part(t) for name, t in tensors.items()}
+        self._tensors, self._seed = dict(tensors), seed
+        moving = {t.untyped_storage().data_ptr() for t in map(local_part, trained) if t.numel()}
+        shared = sorted(name for name, t in tensors.items() if t.numel() and t.untyped_storage().data_ptr() in moving)
+        if shared:
+            raise ProofError(
+                "reference",
+                f"{len(shared)} tensors of the reference are the trained tensors themselves, {shared[0]} among them",
+                "the reference model and the policy are one model, so that the KL divergence is 0 whatever is learned",
+                "give ref_model as a model of its own, or leave it out",
+            )
+        self._key = key_for(tensors.values())
+        self._digests = digests_of(tensors, self._key)
+        self._filled = {name: t for name, t in tensors.items() if t.numel()}
+        self._drawn = Drawn.of(list(self._filled.values()), (seed, 0))
+        self._values = self._drawn.read(list(self._filled.values()))
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """The digest of each tensor, as it must stay."""
+        return self._digests
+
+    def check_elements(self) -> None:
+        """Read a few elements of every tensor again, after an optimizer step.
+
+        Raises:
+            ProofError: one of them has changed.
+        """
+        values = self._drawn.read(list(self._filled.values()))
+        same = (values == self._values) | (values.isnan() & self._values.isnan())
+        if not bool(same.all()):
+            name = list(self._filled)[int(self._drawn.owners[int((~same).nonzero()[0])])]
+            raise ProofError(
+                "reference",
+                f"{name} is frozen and has changed since training began",
+                "the optimizer or a callback changes weights that are not trained, or an adapter was merged into them",
+                "let nothing write to frozen weights; call requires_grad_(True) before the trainer is made to train them",
+            )
+
+    def check(self, version: int) -> None:
+        """Read drawn tensors again.
+
+        Raises:
+            ProofError: one of them has changed.
+        """
+        left, drawn = _BYTES, {}
+        for name in np.random.default_rng((self._seed, version)).permutation(sorted(self._tensors)).tolist():
+            if left <= 0:
+                break
+            left -= self._tensors[name].nbytes
+            drawn[name] = self._tensors[name]
+        changed = [name for name, digest in digests_of(drawn, self._key).items() if digest != self._digests[name]]
+        if changed:
+            raise ProofError(
+                "reference",
+                f"{len(changed)} frozen tensors have changed before version {version}, {changed[0]} among them",
+                "something trains the reference or the base of an adapter, or merges the adapter into it",
+                "look for code outside Lockstep that writes to the model, such as a callback or merge_adapter",
+            )
+
+
+def check_drawn_scores(
+    scorer: Policy,
+    scores: Mapping[str, Reals],
+    sequences: Sequence[TrainingSequence],
+    groups: Sequence[RolloutGroup],
+    precision: Precision,
+    seed: tuple[int, ...],
+) -> None:
+    """Compute the reference's log-probs of one drawn completion a second time.
+
+    Args:
+        scorer: the reference model, and how it computes.
+        scores: its log-probs, by name of the sequence.
+        sequences: those of this rank, of which one is drawn; those of the groups have the same names.
+        seed: draws the sequence.
+
+    Raises:
+        ProofError: the second time gives other log-probs.
+    """
+    if not sequences:
+        return
+    assert scorer.rules is not None
+    name = sequences[int(np.random.default_rng(seed).integers(len(sequences)))].name
+    for completion in (c for c in branches_of(groups) if str(c.key) == name):
+        limit = own_limit(precision, scorer.model)
+        check_reference_scores(scorer.model, completion, scores[name], scorer.rules.distribution, precision, limit)

@@ -1,0 +1,172 @@
+"""Checks that the samples of a group are independent draws.
+
+With one seed for all requests, all completions of a group are equal (fault A5), and the advantages are always zero.
+With equal seeds in pairs, a group has half as many completions as it seems. A very certain model may rightly repeat
+itself. So the check computes the probability of the repetition under the engine's own log-probs (in which inserted
+tokens have probability 1).
+
+Proof `samples`.
+Shows: no two requests of a generation have one seed, and no prompt has a seed again at another version; the
+completions of a group (all branches of each rollout) are independent draws: a repetition of all, or a common
+beginning of two, is refused if its probability by the engine's own log-probs is below 1e-9 per generation.
+Does not show: repetitions of a very confident model, which are correct; an engine that gives requests of different
+prompts the same random numbers.
+When: every generation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.errors import ProofError
+from lockstep.tokens.arrays import Ids, Reals, joined
+
+# Probability of a false alarm, for one group and for one generation.
+# A group: P(all n equal and p(s)^(n−1) ≤ α) ≤ α for independent samples.
+# A generation: e = ½ + ½·[all equal]·p(s)^(−(n−1)/2) has mean ≤ 1, so P(product over groups > 1/α) ≤ α.
+_ALPHA = 1e-9
+
+
+def check_samples(groups: Iterable[Sequence[Sequence[Completion]]]) -> None:
+    """Check that no group repeats one sample although that is very improbable.
+
+    Args:
+        groups: the samples of each prompt. A sample is all branches of one rollout.
+
+    Raises:
+        ProofError: samples of a prompt are equal, all or two of them, and by their log-probs they should not be.
+    """
+    groups = list(groups)
+    evidence = 0.0
+    for samples in groups:
+        first = samples[0]
+        repeats = len(samples) > 1 and all(_equal(other, first) for other in samples[1:])
+        logprob = sum(math.fsum(branch.logprobs.tolist()) for branch in first)
+        log_chance = (len(samples) - 1) * logprob if repeats else 0.0
+        evidence += _log_evidence(log_chance) if repeats else math.log(0.5)
+        if repeats and log_chance < math.log(_ALPHA):
+            raise ProofError(
+                "samples",
+                f"all {len(samples)} completions of prompt {first[0].key.prompt_id} are the same "
+                f"{sum(len(branch.token_ids) for branch in first)} tokens; by their own log-probs that has a chance of "
+                f"1e{log_chance / math.log(10):.0f}",
+                "the engine samples every request with the same seed, or answers several requests with one completion",
+                "give every request its own seed, and turn off anything that de-duplicates requests",
+            )
+    if evidence > -math.log(_ALPHA):
+        raise ProofError(
+            "samples",
+            f"completions repeat in group after group of a generation: the chance of that is below {_ALPHA:.0e}",
+            "the engine samples every request with the same seed, or answers several requests with one completion",
+            "give every request its own seed, and turn off anything that de-duplicates requests",
+        )
+
+    _check_pairs(groups)
+
+
+def _check_pairs(groups: Sequence[Sequence[Sequence[Completion]]]) -> None:
+    """Bet in each pair of a group that the second completion follows the first, and compare the mean of all pays with its limit.
+
+    Raises:
+        ProofError: the mean is 1 ÷ α or more.
+    """
+    pairs = [pair for samples in groups for pair in itertools.combinations(map(_whole, samples), 2)]
+    if not pairs:
+        return
+    pays = np.array([log_pay(*pair) for pair in pairs])
+    if np.logaddexp.reduce(pays) - math.log(len(pays)) < -math.log(_ALPHA):
+        return
+    one, other = pairs[int(pays.argmax())]
+    raise ProofError(
+        "samples",
+        f"the completions {one.key} and {other.key} begin with the same {_agree(one, other)} tokens; among {len(pairs)} pairs that "
+        f"has a chance below {_ALPHA:.0e} by their own log-probs",
+        "the engine samples several requests with the same seed, or answers several requests with one completion",
+        "give every request its own seed, and turn off anything that de-duplicates requests",
+    )
+
+
+class _Sample(NamedTuple):
+    """All branches of a rollout, one after the other."""
+
+    key: RequestKey
+    token_ids: Ids
+    logprobs: Reals
+
+
+def _whole(branches: Sequence[Completion]) -> _Sample:
+    ids, logprobs = joined([b.token_ids for b in branches]), joined([b.logprobs for b in branches])
+    return _Sample(branches[0].key, ids, logprobs)
+
+
+def log_pay(one: _Sample, other: _Sample) -> float:
+    """Logarithm of what a bet pays that puts half on the token of `one`, as long as the completions agree. Its mean is 1."""
+    agree = _agree(one, other)
+    pay = float(np.logaddexp(math.log(0.5), math.log(0.5) - other.logprobs[:agree].astype(np.float64)).sum())
+    parted = agree < min(len(one.token_ids), len(other.token_ids))
+    return pay + (math.log(0.5) if parted else 0.0)
+
+
+def _agree(one: _Sample, other: _Sample) -> int:
+    """Number of ids with which both completions begin."""
+    length = min(len(one.token_ids), len(other.token_ids))
+    differ = np.flatnonzero(one.token_ids[:length] != other.token_ids[:length])
+    return int(differ[0]) if len(differ) else length
+
+
+class Seeds:
+    """The seeds that a run has used last for each prompt."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, frozenset[int]]] = {}
+
+    def check(self, seeds: Mapping[RequestKey, int], version: int) -> None:
+        """Check the seeds of a generation before it is sampled.
+
+        Args:
+            version: number of the generation, as seeds depend on it. A generation that is sampled again has the same seeds.
+
+        Raises:
+            ProofError: two requests have the same seed, or a prompt has a seed that it had at another version.
+        """
+        owners: dict[int, RequestKey] = {}
+        by_prompt: dict[str, set[int]] = {}
+        for key, seed in seeds.items():
+            if seed in owners:
+                raise _same_seed(f"the requests {owners[seed]} and {key} have the same seed")
+            owners[seed] = key
+            by_prompt.setdefault(key.prompt_id, set()).add(seed)
+        for prompt, own in by_prompt.items():
+            before, used = self._last.get(prompt, (version, frozenset()))
+            if before != version and own & used:
+                raise _same_seed(f"prompt {prompt} has a seed again that it had at version {before}")
+            self._last[prompt] = version, frozenset(own)
+
+
+def _same_seed(found: str) -> ProofError:
+    return ProofError(
+        "samples",
+        found,
+        "seeds do not depend on prompt, sample and version, so that samples repeat each other",
+        "this is a defect of Lockstep, or of a program that replaces its seeds: report it with this message",
+    )
+
+
+def _equal(one: Sequence[Completion], other: Sequence[Completion]) -> bool:
+    """Whether two samples have the same branches, behind the same prompts."""
+    return len(one) == len(other) and all(
+        np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.prompt_ids, b.prompt_ids)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _log_evidence(log_chance: float) -> float:
+    """log(½ + ½·exp(−log_chance / 2)), without overflow."""
+    half = -log_chance / 2
+    return math.log(0.5) + half + math.log1p(math.exp(-half))

@@ -1,0 +1,233 @@
+"""The proof of settings: what the user has asked for is what requests, answers, rewards and the loss really have.
+
+The trainer and the engine read one config. If the config, or the code that reads it, loses a setting, both sides agree
+and no other proof sees it. So this module compares all of these with the user's fields as `definitions/settings.py`
+reads them.
+
+Proof `settings`.
+Shows: every request, and the distribution that the trainer scores, have the temperature, filters, penalties, stop
+strings and grammar that the user has asked for; each request has them when it goes to vLLM, in process or over HTTP.
+What the user has asked for is read from the config a second time, before anything else uses it
+(docs/internals/proof.md#settings-that-both-sides-share).
+Does not show: what the config itself made of its arguments before a trainer got it; the ids of bad words and the text
+of a grammar in vLLM; the requests of a `rollout_func`.
+When: start; every request.
+
+Proof `limits`.
+Shows: no request allows more tokens than the user; a completion of one turn that ended with `length` has as many
+tokens as the user's limit or the context allows.
+Does not show: which limit a turn of a conversation should have; answers that a `rollout_func` made.
+When: every request; every completion of one turn.
+
+Proof `interruption`.
+Shows: a completion that did not end its thinking within the user's limit has the ids of the interruption, exactly
+once and at a place between the two limits; no other completion has inserted ids.
+Does not show: which place between `min_thinking_length` and `max_thinking_length` the seed draws.
+When: every completion of one turn.
+
+Proof `temperature`.
+Shows: the log-probs that the loss uses are those of the model's own logits at the user's temperature, with the user's
+bias and penalties, among the engine's kept ids.
+Does not show: tokens that are not drawn; a run with bad words, `min_tokens` or a grammar and without top-k, top-p or
+min-p; the hidden states (the gap shows them).
+When: every micro-batch: 8 tokens, of every pack its share (64 with filters).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.contract.sampling import Sampling
+from lockstep.definitions.interruption import broken_rule
+from lockstep.definitions.settings import UserSettings, weighted_sum
+from lockstep.errors import ProofError
+from lockstep.models.cuda import rounds_products
+from lockstep.tokens.arrays import Ids
+
+_CHANGED = (
+    "the config was changed after the trainer was made, or the code that passes it on lost the setting",
+    "set the fields when the config is made and leave them; otherwise this is a defect of Lockstep: report it",
+)
+# Limits on the difference between a log-prob of the loss and its definition, in nats: mean and largest of the drawn tokens. Both
+# use the same hidden states and the same output head; only the number of rows in the head's product differs. A head in half
+# precision rounds a logit of 16 to a multiple of 0.125, and may round it the other way when it computes other rows beside it.
+_LIMITS = {True: (1e-4, 1e-3), False: (0.15, 1.0)}
+# A head in float32 whose product CUDA rounds to 11 bits (TF32).
+_ROUNDED = (0.02, 0.15)
+
+
+class SettingsProof:
+    """The proof.
+
+    Args:
+        wanted: what the user has asked for.
+        encode: gives the ids of a text, without special tokens.
+        banned: ids that are never sampled, whatever the user has asked for: the placeholders of pictures.
+
+    Attributes:
+        wanted, banned: the same.
+    """
+
+    def __init__(
+        self, wanted: UserSettings, encode: Callable[[str], Sequence[int]], banned: Sequence[int] = ()
+    ) -> None:
+        self.wanted, self._encode, self.banned = wanted, encode, banned
+        self._encoded: dict[str, Ids] = {}
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def check_sampling(self, sampling: Sampling, who: str) -> None:
+        """Check a sampling distribution, without its length limit.
+
+        Args:
+            who: what has it, for the error.
+
+        Raises:
+            ProofError: a setting is not what the user has asked for.
+        """
+        wanted = self.wanted
+        due = {"temperature": wanted.temperature, **wanted.numbers, "stop": wanted.stop}
+        due |= {"logit_bias": wanted.logit_bias, "allowed_token_ids": wanted.allowed_token_ids}
+        for name, value in due.items():
+            found = getattr(sampling, name)
+            if (dict(found) if isinstance(value, Mapping) else found) != value:
+                raise _unlike(f"{who} has {name}={found!r:.80}; the user has asked for {value!r:.80}")
+        if len(sampling.bad_words) < len(wanted.bad_words):
+            raise _unlike(f"{who} has {len(sampling.bad_words)} bad words; the user has named {len(wanted.bad_words)}")
+        grammar = None if sampling.grammar is None else sampling.grammar.spec
+        if not _same_grammar(grammar, wanted.grammar):
+            raise _unlike(f"{who} follows the grammar {grammar!r:.80}; the user has asked for {wanted.grammar!r:.80}")
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """Check a request, as it waits for the engine.
+
+        Raises:
+            ProofError: a setting is not what the user has asked for, or the request may have more tokens than a completion.
+        """
+        stop, own = request.sampling.stop, request.own_stop
+        # An agent may end its turns at further strings. The run's own must all be there.
+        of_run = stop[: -len(own)] if own and stop[-len(own) :] == own else stop
+        self.check_sampling(replace(request.sampling, stop=of_run), f"request {request.key}")
+        if request.sampling.max_tokens > self.wanted.max_tokens:
+            raise _wrong_limit(
+                f"request {request.key} allows {request.sampling.max_tokens} tokens; the user's limit is {self.wanted.max_tokens}"
+            )
+
+    # ---- answers ----------------------------------------------------------------------------------------------------
+
+    def check_completion(self, completion: Completion, context: int) -> None:
+        """Check a finished completion of one turn, perhaps interrupted.
+
+        Args:
+            context: number of ids that the engine's context holds.
+
+        Raises:
+            ProofError: it was cut before the user's limit, is longer, or was not interrupted as the user has asked.
+        """
+        count, wanted = len(completion.token_ids), self.wanted
+        most = min(wanted.max_tokens, context - len(completion.prompt_ids))
+        if count > most or (
+            completion.finish_reason == "length" and count < most and not self._inserted_too_long(most)
+        ):
+            raise _wrong_limit(
+                f"completion {completion.key} has {count} tokens and ended for the reason {completion.finish_reason!r}; the "
+                f"user's limit and the engine's context leave {most}"
+            )
+        sampled = np.ones(count, np.bool_) if completion.sampled is None else completion.sampled
+        if wanted.thinking is None:
+            broken = "has inserted ids, and thinking is never interrupted" if not sampled.all() else None
+        else:
+            inserted, end = self._ids(wanted.interruption), self._ids(wanted.end_of_thinking)
+            broken = broken_rule(completion.token_ids, sampled, *wanted.thinking, inserted, end)
+        if broken is not None:
+            raise ProofError(
+                "interruption",
+                f"completion {completion.key} {broken}",
+                "the run interrupts thinking at another place, with other ids, or not at all",
+                _CHANGED[1],
+            )
+
+    def _inserted_too_long(self, most: int) -> bool:
+        """Whether an interruption does not fit into the room that the engine's context leaves."""
+        thinking = self.wanted.thinking
+        return thinking is not None and thinking[0] + len(self._ids(self.wanted.interruption)) > most
+
+    def _ids(self, text: str) -> Ids:
+        if text not in self._encoded:
+            self._encoded[text] = np.array(self._encode(text), np.int64)
+        return self._encoded[text]
+
+    # ---- rewards ----------------------------------------------------------------------------------------------------
+
+    def check_reward(self, name: str, reward: float, scores: Sequence[float | None]) -> None:
+        """Check the reward of one completion.
+
+        Args:
+            name: of the completion.
+            reward: NaN: it has none.
+            scores: one per reward function.
+
+        Raises:
+            ProofError: it is not the sum of the scores with the user's weights.
+        """
+        weights = self.wanted.reward_weights
+        due = weighted_sum(list(scores), weights)
+        largest = weighted_sum([None if s is None else abs(s) for s in scores], tuple(map(abs, weights)))
+        agrees = math.isnan(reward) if due is None else abs(reward - due) <= 1e-9 * (largest or 0.0)
+        if not agrees:
+            raise ProofError(
+                "rewards",
+                f"the reward of {name} is {reward:.6g}; its scores {list(scores)} give {due} with the user's weights "
+                f"{list(weights) or 'of 1'}",
+                "scores were weighted with other weights, or a missing score was taken for a number",
+                "let rewards be made by the scorer alone, and set reward_weights when the config is made; otherwise this is a "
+                "defect of Lockstep: report it",
+            )
+
+    # ---- the loss ---------------------------------------------------------------------------------------------------
+
+    def check_logps(self, found: np.ndarray, due: np.ndarray, *, single: bool) -> None:
+        """Compare log-probs of the loss with their definition, at drawn tokens.
+
+        Args:
+            found, due: (n,) float64.
+            single: whether the output head computes in float32.
+
+        Raises:
+            ProofError: they differ.
+        """
+        off = np.abs(found - due)
+        mean, largest = _ROUNDED if single and rounds_products(torch.float32) else _LIMITS[single]
+        if len(off) and not (off.mean() <= mean and off.max() <= largest):
+            at = int(np.nan_to_num(off, nan=np.inf).argmax())
+            raise ProofError(
+                "temperature",
+                f"a drawn token has the log-prob {found[at]:.5g} in the loss; the model's own logits give {due[at]:.5g} at the "
+                f"temperature {self.wanted.temperature:g} that the user has asked for (mean difference {off.mean():.2g} nats over "
+                f"{len(off)} tokens)",
+                "the trainer scores at another temperature or with other filters than the user has asked for. If there is no "
+                "parity gap, the engine samples like this too",
+                _CHANGED[1],
+            )
+
+
+def _same_grammar(found: str | None, wanted: Any) -> bool:
+    if found is None or wanted is None:
+        return found is wanted
+    return found == wanted if isinstance(wanted, str) else json.loads(found) == wanted
+
+
+def _unlike(found: str) -> ProofError:
+    return ProofError("settings", found, *_CHANGED)
+
+
+def _wrong_limit(found: str) -> ProofError:
+    return ProofError("limits", found, *_CHANGED)
