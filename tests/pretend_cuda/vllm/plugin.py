@@ -9,7 +9,6 @@ import pytest
 # The beginning of a test's name below tests/, and why.
 _REASONS = {
     "pretend_cuda/": "starts processes of its own that have the device",
-    "docs/test_ways.py": "counts the files that a parameter passes through on a CPU; on a GPU these are more",
     "parity/test_experts_on_vllm.py::test_experts_that_an_update_leaves_unpacked": "only a CPU's engine packs experts",
     "engines/test_sleep.py::test_what_is_refused_by_name": "asks for adapters in float32, which a GPU's engine refuses",
     "engines/test_vllm_kept_ids.py::TestInProcess": "its engine is crowded by the size of a block of the cache on a CPU",
