@@ -187,7 +187,7 @@ MUTATIONS = [
     ),
     Mutation(
         "any file of the packaged model's name is taken",
-        "if hashlib.sha256(content).hexdigest() != _DIGEST:",
+        "if hashlib.sha256(content).hexdigest() != DIGEST:",
         "if False:",
         "tests/cli/test_install.py::test_another_file_of_the_same_name_is_refused",
     ),
@@ -1252,8 +1252,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a run on a CPU notes the GPU beside it",
-        "if torch.cuda.is_available() and not use_cpu:",
-        "if torch.cuda.is_available():",
+        "if torch.cuda.is_available() and not use_cpu:\n        return torch.cuda.get_device_name()",
+        "if torch.cuda.is_available():\n        return torch.cuda.get_device_name()",
         "tests/training/test_device.py::test_another_device_is_no_other_setting_and_the_receipt_notes_it",
     ),
     Mutation(
@@ -3395,7 +3395,7 @@ MUTATIONS = [
     ),
     Mutation(
         "short packs recompute every layer",
-        "    if room.takes(_KEPT_BYTES[kind] * positions):",
+        "    if room.takes(KEPT_BYTES[kind] * positions):",
         "    if False:",
         "tests/training/test_recomputation.py",
     ),
@@ -3900,6 +3900,12 @@ MUTATIONS = [
         f"{KEYED}::test_memory_that_was_written_to_is_digested_again_within_a_push",
     ),
     Mutation(
+        "a failed proof names the page that explains it",
+        'f"  explained in: {PROOFS_PAGE}, row {check}"',
+        'f"  explained in: the docs, row {check}"',
+        "tests/docs/test_reference_pages.py::test_the_message_of_a_proof_ends_with_the_page_that_explains_it",
+    ),
+    Mutation(
         "events: the hooks are compared before the sums of a step leave their rank",
         "            self._watch.summing()\n            return self._sums.data()",
         "            return self._sums.data()",
@@ -3916,5 +3922,11 @@ MUTATIONS = [
         "        self.watch.pushing(version)\n",
         "",
         "tests/training/test_events.py",
+    ),
+    Mutation(
+        "the engine of a run on the CPU takes the GPU",
+        "if torch.cuda.is_available() and not use_cpu:\n            self.model.to",
+        "if torch.cuda.is_available():\n            self.model.to",
+        "tests/engines/test_transformers_engine.py::test_the_engine_of_a_run_on_the_cpu_leaves_a_gpu_to_others",
     ),
 ]

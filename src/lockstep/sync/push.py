@@ -9,7 +9,7 @@ Engines and transports read it once.
 
 - A tensor whose digest did not change is left out. It is sent nevertheless if another tensor of the same part of a layer changed:
   engines fuse such tensors (q, k and v become one), and load all parts of a fused tensor or none.
-- To servers over a network (`sync/wire/gloo.py`), only the changed elements of a tensor are sent. For this, the trainer keeps a
+- To servers over a network, only the changed elements of a tensor are sent. For this, the trainer keeps a
   copy of what it has sent (`sync/wire/deltas.py`).
 - Tensors of a GPU that go through main memory are copied there once, and the copies are digested. Tensors that go from GPU to GPU
   are digested there. If the push builds on an earlier one, all digests are computed first, so that the host waits once for them.
