@@ -3436,6 +3436,18 @@ MUTATIONS = [
         "tests/faults/test_injected_faults.py::test_an_error_fails_the_self_test_and_is_told_in_the_table",
     ),
     Mutation(
+        "self-test: in a run, a fault is taken back before the tokens are not counted any more",
+        "    with stage.counted_tokens() as counted, injection:\n        try:",
+        "    with injection, stage.counted_tokens() as counted:\n        try:",
+        "tests/faults/test_faults_in_runs.py::test_a_fault_that_raises_in_a_run_is_a_row_and_leaves_nothing_behind",
+    ),
+    Mutation(
+        "self-test: on a GPU, faults of adapters meet an engine in half precision",
+        '        config.engine_dtype = "bfloat16"\n',
+        "",
+        "tests/verify/test_verify_command.py::test_on_a_gpu_faults_of_adapters_meet_an_engine_in_half_precision",
+    ),
+    Mutation(
         "self-test: a proof that stops a run before the fault begins has not caught it",
         "            if not injection.has_begun:\n",
         "            if False:\n",

@@ -52,8 +52,11 @@ def test_the_proofs_of_these_runs_catch_what_only_they_see(way: Way, untied_dir:
 def test_a_fault_that_raises_in_a_run_is_a_row_and_leaves_nothing_behind(
     way: Way, untied_dir: str, tmp_path: Path
 ) -> None:
-    def open_with(changes: Mapping[str, int | float]) -> AbstractContextManager[Stage]:
-        return stage_on(untied_dir, tmp_path, use_vllm=False, bf16=False, **changes)
+    @contextmanager
+    def open_with(changes: Mapping[str, int | float]) -> Iterator[Stage]:
+        with stage_on(untied_dir, tmp_path, use_vllm=False, bf16=False, **changes) as stage:
+            yield stage
+            assert "serve" not in vars(stage.engine)
 
     @contextmanager
     def leaves_gaps(stage: Stage) -> Iterator[None]:
