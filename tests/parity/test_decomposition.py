@@ -125,7 +125,7 @@ def test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_
     proofs = stage.trainer.proofs
     with (
         patch.object(proofs, "tail", GapTail(tolerance(dtype, dtype))),
-        patch.multiple(proofs, _pool=PooledGap(), _evaluated_pool=PooledGap(), _judged_version=-1, _bets=False),
+        patch.multiple(proofs, pool=PooledGap(), _evaluated_pool=PooledGap(), _judged_version=-1, _bets=False),
         # It would set the limits of this engine's dtype.
         patch.object(proofs, "measure_quantisation", lambda *_, **__: None),
     ):
@@ -149,7 +149,7 @@ def test_a_generation_that_is_judged_twice_is_pooled_once_and_keeps_what_was_com
     gap, sets = GapStats(24, 0.1, 0.01, 0.0, "a#0"), KeptSetStats(tokens=3, differences=1, rounding=0.3)
     with (
         patch.object(proofs, "tail", GapTail(half)),
-        patch.multiple(proofs, _pool=PooledGap(), _judged_version=-1, kept_sets=KeptSetStats()),
+        patch.multiple(proofs, pool=PooledGap(), _judged_version=-1, kept_sets=KeptSetStats()),
         patch.object(proofs, "measure_quantisation", lambda *_, **__: None),
     ):
         # First over all tokens, then over those of the step's own forward, whose sets were not compared again.
