@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env dev environments train train-agent train-images test test-long test-release test-cuda test-cuda-vllm vllm-facts mutations nightly lint verify families bench start-up waiting two-trees host-cost gpu-counts gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer
+.PHONY: env dev environments train train-agent train-images test test-long test-release test-cuda test-cuda-vllm vllm-facts mutations nightly lint verify families bench start-up waiting two-trees host-cost gpu-counts gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer house
 
 # Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
 # tests, linters and benchmarks need, 1.5 GB more.
@@ -177,6 +177,11 @@ mutations: dev
 # Whole self-tests, and a sample of the release tests and of the mutations: three hours in all. ARGS="--seed N" draws a sample again.
 nightly: dev
 	@$(BIN)/python scripts/nightly.py $(ARGS)
+
+# Counts what a reader meets in the source, and prints it beside what is asked (docs/internals/design.md).
+# ARGS="--tree ../other" counts another checkout, --files prints the names behind the figures. Needs no environment.
+house:
+	@$(PYTHON) scripts/house.py $(ARGS)
 
 lint: dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && \

@@ -1,7 +1,8 @@
 """The faults of `scripts/mutations.py`: each one breaks one place of the source, and names the tests that must then fail.
 
-A case names a line whose exact form matters. If the line changes, the case must change: the text of a case must be in the file
-exactly once. The tests of a case have the smallest scope that can catch the fault. They do not need vLLM.
+A case has a text whose exact form matters. If the line changes, the case must change. The text must stand exactly once in
+`src/lockstep`, or in the function that the case names. No case names a file of the source: a file can move. The tests of a
+case have the smallest scope that can catch the fault. They do not need vLLM.
 """
 
 from __future__ import annotations
@@ -14,1247 +15,1107 @@ class Mutation(NamedTuple):
 
     Attributes:
         about: the behaviour that the fault breaks.
-        file: path below `src/lockstep`.
         old, new: the text to replace, and its replacement.
         tests: arguments of pytest, separated by spaces; at least one test must fail.
+        within: the function or class in which the text stands, if it stands in others too: `check_held`, or `Driver.close` where
+            several classes have a `close`.
         needs: what `make environments` must have installed for these tests. Without it the case is left out.
     """
 
     about: str
-    file: str
     old: str
     new: str
     tests: str
+    within: str = ""
     needs: str = ""
 
 
 ON_A_GPU = "tests/pretend_cuda/test_runs.py"
-COUNTS = (
-    "watch/finite_differences.py",
-    f"{ON_A_GPU}::test_what_keeps_a_gpu_from_working_stays_below_what_is_asked",
-)
+COUNTS = f"{ON_A_GPU}::test_what_keeps_a_gpu_from_working_stays_below_what_is_asked"
 ALONE = "tests/sync/test_adapters_alone.py"
 AUDIT = "tests/audit/test_audit.py"
 EXPERTS = "tests/models/test_checkpoint_names.py"
 ROUTER_CUTS = "tests/training/test_router_loss.py::test_the_cut_of_a_step_does_not_change_a_gradient_or_the_logged_loss"
-SHARDS = ("shards/model.py", "tests/shards/test_model.py")
-ZERO = ("shards/zero/weights.py", "tests/shards/test_zero_weights.py")
-ZERO_SETTINGS = ("shards/zero/settings.py", "tests/shards/test_zero_settings.py")
-ADVANTAGES = ("algorithms/advantages.py", "tests/algorithms/test_advantages.py")
-CORRECTIONS = ("algorithms/corrections.py", "tests/algorithms/test_corrections.py")
-POLICY = ("algorithms/policy_loss.py", "tests/algorithms/test_policy_loss.py")
-MASKS = ("algorithms/masks.py", "tests/algorithms/test_masks_and_divergence.py")
-RETURNS = ("algorithms/returns.py", "tests/algorithms/test_returns.py")
-PAIRS = ("algorithms/preference_loss.py", "tests/algorithms/test_preference_loss.py")
-GAP = ("watch/gap.py", "tests/parity/test_gap.py")
-SCHEME = ("definitions/quantisation.py", "tests/parity/test_quantised_gap.py")
-QUANTISED = ("watch/quantised_gap.py", "tests/parity/test_quantised_gap.py")
-KILLER = ("kill_at_exit.py", "tests/test_kill_at_exit.py")
-FILES = ("files.py", "tests/training/test_whole_files.py tests/training/test_checkpoints_and_directory.py")
-LOCK = ("run/files/lock.py", "tests/training/test_directory_lock.py")
-RECEIPT = ("watch/receipt.py", "tests/parity/test_handshake_and_receipt.py")
-FIELDS_OF_MODELS = ("engines/model_fields.py", "tests/parity/test_handshake_and_receipt.py")
-TOKENIZER = ("tokens/tokenizer.py", "tests/tokens/test_tokens.py")
-HANDSHAKE = ("watch/handshake.py", "tests/parity/test_handshake_and_receipt.py")
-SAMPLES = (
-    "watch/samples.py",
-    "tests/parity/test_canary_and_samples.py::test_equal_samples_against_all_odds_are_refused",
-)
-PAIRS_OF_A_GROUP = (
-    "watch/samples.py",
-    "tests/parity/test_canary_and_samples.py::test_pairs_of_equal_completions_are_refused",
-)
-BETS = ("watch/bets.py", "tests/parity/test_draws.py::test_a_bet_pays_one_on_average")
-DRAWS = ("watch/draws.py", "tests/parity/test_draws.py")
-DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
+SHARDS = "tests/shards/test_model.py"
+ZERO = "tests/shards/test_zero_weights.py"
+ZERO_SETTINGS = "tests/shards/test_zero_settings.py"
+ADVANTAGES = "tests/algorithms/test_advantages.py"
+CORRECTIONS = "tests/algorithms/test_corrections.py"
+POLICY = "tests/algorithms/test_policy_loss.py"
+MASKS = "tests/algorithms/test_masks_and_divergence.py"
+RETURNS = "tests/algorithms/test_returns.py"
+PAIRS = "tests/algorithms/test_preference_loss.py"
+GAP = "tests/parity/test_gap.py"
+QUANTISED_GAP = "tests/parity/test_quantised_gap.py"
+KILLER = "tests/test_kill_at_exit.py"
+FILES = "tests/training/test_whole_files.py tests/training/test_checkpoints_and_directory.py"
+LOCK = "tests/training/test_directory_lock.py"
+RECEIPT = "tests/parity/test_handshake_and_receipt.py"
+TOKENS = "tests/tokens/test_tokens.py"
+SAMPLES = "tests/parity/test_canary_and_samples.py::test_equal_samples_against_all_odds_are_refused"
+PAIRS_IN_A_GROUP = "tests/parity/test_canary_and_samples.py::test_pairs_of_equal_completions_are_refused"
+BETS = "tests/parity/test_draws.py::test_a_bet_pays_one_on_average"
+DRAWS = "tests/parity/test_draws.py"
 BACKWARD = "tests/training/test_model_gradient.py"
 PARTS = "tests/training/test_step_gradient.py"
 CUTS = "tests/training/test_accounting.py::test_the_cut_of_a_step_does_not_change_a_gradient_before_or_after_the_policy_has_moved"
-ASKED_AGAIN = ("watch/rewards.py", "tests/training/test_asked_again.py")
-DRAW_SUMS = ("training/forward/draw_sums.py", "tests/training/test_draw_sums.py")
-ENDS = ("watch/ends.py", "tests/parity/test_ends.py")
-ANSWERS = ("engines/answers.py", "tests/engines/test_answers.py")
-KEPT_SETS = ("engines/filters/kept_sets.py", "tests/engines/test_answers.py")
+ASKED_AGAIN = "tests/training/test_asked_again.py"
+DRAW_SUMS = "tests/training/test_draw_sums.py"
+ENDS = "tests/parity/test_ends.py"
+ANSWERS = "tests/engines/test_answers.py"
 KEPT_ROWS = (
-    "engines/vllm/patches/kept_ids.py",
-    "tests/engines/test_vllm_kept_ids.py::test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it",
+    "tests/engines/test_vllm_kept_ids.py::test_a_row_has_its_finite_ids_if_it_has_a_limit_and_does_not_exceed_it"
 )
-SAMPLING = ("engines/filters/sampling.py", "tests/engines/test_sampling_order.py")
-WIRE = ("rollouts/across_ranks/wire.py", "tests/rollouts/test_wire.py")
-CONVERSATION = ("rollouts/conversation.py", "tests/rollouts/test_interruptions.py")
-PROGRAMS = ("rollouts/conversation.py", "tests/rollouts/test_driver.py")
-DRIVER = ("rollouts/driver.py", "tests/rollouts/test_driver.py")
-INBOX = ("engines/inbox.py", "tests/rollouts/test_driver.py")
-BRANCHES = ("training/batch/branches.py", "tests/training/test_branches.py")
-TREES = ("training/step/generation.py", "tests/training/test_branches.py")
-FILTER_FIELDS = ("training/config/fields/filters.py", "tests/training/test_filter_fields.py")
-BAD_WORDS = ("training/config/sampling.py", "tests/training/test_filter_fields.py")
-LET_SLEEP = ("sync/push.py", "tests/sync/test_let_sleep.py")
-HELD = ("engines/held.py", "tests/sync/test_let_sleep.py")
+SAMPLING = "tests/engines/test_sampling_order.py"
+WIRE = "tests/rollouts/test_wire.py"
+CONVERSATION = "tests/rollouts/test_interruptions.py"
+DRIVER = "tests/rollouts/test_driver.py"
+BRANCHES = "tests/training/test_branches.py"
+FILTER_FIELDS = "tests/training/test_filter_fields.py"
+LET_SLEEP = "tests/sync/test_let_sleep.py"
 WORKER_START = "tests/engines/test_worker_start.py"
-WORKERS = ("engines/vllm/workers/start.py", WORKER_START)
-BESIDE_RANKS = ("run/engine.py", WORKER_START)
-COLOCATED = ("training/config/fields/colocate.py", WORKER_START)
-ENDS_SENT = ("engines/vllm/requests/conversion.py", "tests/engines/test_vllm_requests.py::test_a_request_that_names")
-DIRECTORY = ("run/engine.py", "tests/training/test_engine_choice.py")
-MEMORY = ("training/memory.py", "tests/training/test_memory.py")
-SHARED_MEMORY = ("models/shared_memory.py", "tests/models/test_adapted_models.py")
-POSITIONS = ("run/engine.py", "tests/training/test_family_attention.py")
+ENDS_SENT = "tests/engines/test_vllm_requests.py::test_a_request_that_names"
+ENGINE_CHOICE = "tests/training/test_engine_choice.py"
+MEMORY = "tests/training/test_memory.py"
+ADAPTED_MODELS = "tests/models/test_adapted_models.py"
+FAMILY_ATTENTION = "tests/training/test_family_attention.py"
 DIGESTS = "tests/engines/test_device_digest.py"
 KEYED = "tests/sync/test_keyed_pushes.py"
-PUSH = ("sync/push.py", "tests/sync/test_push.py")
-STORED = ("sync/vllm/stored.py", "tests/sync/test_push.py")
-LIVE = ("sync/live.py", "tests/sync/test_live.py")
+PUSH = "tests/sync/test_push.py"
+LIVE = "tests/sync/test_live.py"
 CHANGES = "tests/sync/test_changes.py"
 EXPLAINED = "tests/parity/test_decomposition.py::test_a_fault_of_the_"
-PACKED = (
-    "watch/gap_explained.py",
-    f"{EXPLAINED}packed_forward_is_not_blamed_on_the_engine[transformers-untied]",
-)
-OF_ENGINE = (
-    "watch/gap_explained.py",
-    f"{EXPLAINED}engine_is_not_blamed_on_the_packed_forward[transformers-untied]",
-)
-FAMILY_ATTENTION = "tests/training/test_family_attention.py"
-TRANSFORMED = ("training/forward/scoring.py", "tests/training/test_transformed_logits.py")
-REWARDS = ("rollouts/scores/rewards.py", "tests/rollouts/test_rewards.py")
-GUARD = ("server/guard.py", "tests/server/test_keys_guard_and_command.py::TestGuard")
-GREETED = ("server/guard.py", "tests/server/test_greeting.py")
-CALLS = ("engines/http/server_calls.py", "tests/server/test_greeting.py")
-COMMAND = ("server/command.py", "tests/server/test_keys_guard_and_command.py::TestCommand")
-STRANGERS = ("sync/wire/groups/proof.py", "tests/sync/test_gloo_strangers.py")
-MACHINE = ("server/machine.py", "tests/server/test_machine.py")
-KEYS = ("server/keys.py", "tests/server/test_keys_guard_and_command.py::TestKeys")
-SLOTS = ("sync/wire/slots.py", "tests/sync/test_slots.py")
-RECOVERY = ("rollouts/recovery.py", "tests/training/test_recovery.py")
-CHECKPOINTS = ("run/files/checkpoints.py", "tests/training/test_checkpoints_and_directory.py")
-STATE = "tests/input/test_damaged_runs.py"
-RUN = ("run/files/whole_run.py", STATE)
-SEALED = ("watch/resume.py", STATE)
-LOADED = ("watch/resume.py", "tests/training/test_proven_resume.py")
-INPUTS = ("watch/inputs.py", "tests/training/test_proven_resume.py")
-CODE = ("watch/code_digest.py", "tests/parity/test_code_digest.py")
-OWN_FILES = ("watch/own_files.py", "tests/parity/test_code_digest.py")
-MODEL_FILES = ("watch/model_inputs.py", "tests/parity/test_model_inputs.py")
-ADAPTER_FILES = ("models/adapter_files.py", "tests/models/test_adapter_files.py")
-BASE = ("models/base_digest.py", "tests/parity/test_model_inputs.py")
+PACKED = f"{EXPLAINED}packed_forward_is_not_blamed_on_the_engine[transformers-untied]"
+OF_ENGINE = f"{EXPLAINED}engine_is_not_blamed_on_the_packed_forward[transformers-untied]"
+TRANSFORMED = "tests/training/test_transformed_logits.py"
+REWARDS = "tests/rollouts/test_rewards.py"
+GUARD = "tests/server/test_keys_guard_and_command.py::TestGuard"
+GREETING = "tests/server/test_greeting.py"
+COMMAND = "tests/server/test_keys_guard_and_command.py::TestCommand"
+STRANGERS = "tests/sync/test_gloo_strangers.py"
+MACHINE = "tests/server/test_machine.py"
+KEYS = "tests/server/test_keys_guard_and_command.py::TestKeys"
+SLOTS = "tests/sync/test_slots.py"
+RECOVERY = "tests/training/test_recovery.py"
+CHECKPOINTS = "tests/training/test_checkpoints_and_directory.py"
+DAMAGED_RUNS = "tests/input/test_damaged_runs.py"
+PROVEN_RESUME = "tests/training/test_proven_resume.py"
+CODE_DIGEST = "tests/parity/test_code_digest.py"
+MODEL_INPUTS = "tests/parity/test_model_inputs.py"
+ADAPTER_FILES = "tests/models/test_adapter_files.py"
 EARLY_ENDS = "tests/training/test_early_ends.py"
 SCHEDULES = "tests/parity/step/test_schedules.py"
-WHOSE = ("whose_code.py", "tests/parity/test_code_digest.py")
-LOADED_FILES = ("model_files.py", "tests/models/test_one_loader.py")
-PICTURE_FILES = (
-    "images/files.py",
-    "tests/images/test_files_of_pictures.py::test_other_formats_are_refused_whatever_the_name_says",
-)
-PRIVATE = ("private_caches.py", "tests/cli/test_private_caches.py")
-OPTIMIZER = "watch/optimizer_settings.py"
-STILL = "watch/still.py"
-DECAYS = "definitions/optimizer.py"
-WATCH = "run/trainers/hooks/optimizer.py"
-LEARNED = ("watch/custody.py", "tests/parity/step/test_learned_tokens.py")
-SEALS = ("watch/custody.py", "tests/parity/step/test_learned_tokens.py")
-FORWARD = ("watch/forward.py", "tests/parity/step/test_learned_tokens.py")
-LATER_STEPS = (
-    "run/loop.py",
-    "tests/faults/test_faults_in_runs.py::test_the_proofs_of_these_runs_catch_what_only_they_see",
-)
+LOADED_FILES = "tests/models/test_one_loader.py"
+PICTURE_FILES = "tests/images/test_files_of_pictures.py::test_other_formats_are_refused_whatever_the_name_says"
+PRIVATE = "tests/cli/test_private_caches.py"
+LEARNED = "tests/parity/step/test_learned_tokens.py"
+LATER_STEPS = "tests/faults/test_faults_in_runs.py::test_the_proofs_of_these_runs_catch_what_only_they_see"
 AHEAD = "tests/training/test_staleness_in_process.py"
-SCORED_AGAIN = (
-    "watch/ahead.py",
-    f"{AHEAD}::test_an_engine_that_scores_the_tokens_otherwise_now_is_seen",
-)
-COMPARED_AHEAD = (
-    "watch/ahead.py",
-    f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens",
-)
-FROZEN = ("watch/reference.py", "tests/parity/step/test_frozen_weights.py")
-SETTINGS = ("watch/settings.py", "tests/parity/test_user_settings.py")
-THINKING = ("definitions/interruption.py", "tests/parity/test_user_settings.py")
-ASKED = ("watch/rows_of_logits.py", "tests/parity/test_user_settings.py")
-DRAWN_SETS = ("watch/rows_of_logits.py", "tests/parity/test_kept_sets.py")
-ASIDE = ("training/step/generation.py", "tests/training/test_groups_aside.py")
-ASIDE_STEP = ("training/step/update.py", "tests/training/test_groups_aside.py")
-ASIDE_SUMS = ("training/step/update_sums.py", "tests/training/test_groups_aside.py")
+SCORED_AGAIN = f"{AHEAD}::test_an_engine_that_scores_the_tokens_otherwise_now_is_seen"
+COMPARED_AHEAD = f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens"
+FROZEN = "tests/parity/step/test_frozen_weights.py"
+SETTINGS = "tests/parity/test_user_settings.py"
+KEPT_SETS = "tests/parity/test_kept_sets.py"
+GROUPS_ASIDE = "tests/training/test_groups_aside.py"
 NAMES = "tests/training/test_trl_names.py"
-CHANGED = (
-    "run/files/changes.py",
-    f"{NAMES}::test_numbers_of_the_loss_change_it_from_the_next_step_on_and_after_a_resume",
-)
-WEIGHED = ("run/files/changes.py", f"{NAMES}::test_reward_weights_change_the_rewards_of_the_next_generation")
-LOSS_ALONE = ("training/step/loss_alone.py", "tests/training/test_proven_evaluation.py")
-EVALUATED = ("watch/rewards.py", "tests/training/test_proven_evaluation.py")
-PLACE = ("run/files/run_directory.py", STATE)
-CHECKS = ("training/config/checks.py", "tests/input/test_bad_words.py")
-CALLED = ("rollouts/scores/guarded_call.py", "tests/input/test_bad_reward_files.py")
+CHANGED = f"{NAMES}::test_numbers_of_the_loss_change_it_from_the_next_step_on_and_after_a_resume"
+WEIGHED = f"{NAMES}::test_reward_weights_change_the_rewards_of_the_next_generation"
+PROVEN_EVALUATION = "tests/training/test_proven_evaluation.py"
+CHECKS = "tests/input/test_bad_words.py"
+CALLED = "tests/input/test_bad_reward_files.py"
 READING, PICTURE_PACKS = "tests/images/test_reading_pictures.py", "tests/images/test_packs_with_pictures.py"
 PICTURE_URLS, AGENT_PICTURES = "tests/images/test_picture_urls.py", "tests/images/test_agents_with_pictures.py"
 PICTURE_RUNS = "tests/images/test_pictures_in_training.py"
 PICTURE_TURNS = "tests/images/test_pictures_in_turns.py"
 VISION_TEMPLATES = "tests/tokens/test_vision_templates.py"
 PICTURE_LIMITS = "tests/images/test_limits_of_pictures.py"
-SENT_PICTURES = ("engines/http/requests/pictures.py", "tests/images/test_sending_pictures.py")
-KEPT_ROLLOUTS = ("run/files/rollout_files.py", "tests/training/test_rollout_files.py")
-RUN_FILES = ("run/trainers/hooks/run_files.py", "tests/training/test_run_files.py")
+SENT_PICTURES = "tests/images/test_sending_pictures.py"
+KEPT_ROLLOUTS = "tests/training/test_rollout_files.py"
+RUN_FILES = "tests/training/test_run_files.py"
 PAGE, SAFE = "tests/report/test_page.py", "tests/report/test_page.py::test_hostile_text_stays_text_everywhere"
-GENERATION = ("training/step/generation.py", "tests/training/test_prompts_and_generation.py")
-LOGPS = ("training/forward/token_logps.py", "tests/training/test_token_logps.py")
-SCORES = "tests/training/test_filtered_scores.py"
-ROW_RULES = ("training/forward/filters/row_rules.py", SCORES)
-ID_RULES = ("training/forward/filters/id_rules.py", SCORES)
-SCORING = ("training/forward/scoring.py", SCORES)
-KEPT_LOGPS = ("training/forward/filters/kept_logps.py", "tests/training/test_kept_logps.py")
-KEPT_PROOF = ("watch/kept_sets.py", "tests/parity/test_kept_sets.py")
-FILTER_BOUNDS = ("watch/filter_bounds.py", "tests/parity/test_kept_sets.py")
-DISTRIBUTIONS = ("engines/filters/scored_as.py", "tests/parity/test_distributions.py")
-GRAMMARS = ("engines/filters/grammars.py", "tests/engines/test_grammars.py")
-CHAT = ("tokens/conversation/template.py", "tests/tokens/test_tokens.py")
-TOOLS = ("rollouts/programs/tools.py", "tests/rollouts/test_tools.py")
-ENVIRONMENTS = ("rollouts/programs/environments.py", "tests/rollouts/test_environments.py")
-PROGRAM = "rollouts/programs/tool_program.py"
-FUNCTION = ("rollouts/programs/rollout_func.py", "tests/rollouts/test_rollout_func.py")
+GENERATION = "tests/training/test_prompts_and_generation.py"
+LOGPS = "tests/training/test_token_logps.py"
+FILTERED_SCORES = "tests/training/test_filtered_scores.py"
+KEPT_LOGPS = "tests/training/test_kept_logps.py"
+DISTRIBUTIONS = "tests/parity/test_distributions.py"
+GRAMMARS = "tests/engines/test_grammars.py"
+TOOLS = "tests/rollouts/test_tools.py"
+ENVIRONMENTS = "tests/rollouts/test_environments.py"
+FUNCTION = "tests/rollouts/test_rollout_func.py"
 EXTENSION_TESTS = "tests/tokens/test_extension.py"
-EXTENSION_PROOF = ("tokens/conversation/extension_proof.py", EXTENSION_TESTS)
-CONTINUATION, TEMPLATE = "tokens/conversation/continuation.py", "tokens/conversation/template.py"
-TURNS = ("tokens/conversation/turns.py", "tests/tokens/test_tool_calls.py")
-TOOL_CALLS = ("tokens/conversation/tool_calls.py", "tests/tokens/test_tool_calls.py")
-TOOL_FORMATS = ("tokens/conversation/tool_formats.py", "tests/tokens/test_tool_calls.py")
-
-
-def _extended(file: str, test: str, about: str, old: str, new: str) -> Mutation:
-    """A fault that one test of conversations catches; the drawn ones take long to find the smallest example."""
-    return Mutation(about, file, old, new, f"tests/tokens/test_extension.py::{test}")
-
-
-def _rendered(file: str, test: str, about: str, old: str, new: str) -> Mutation:
-    """A fault of conversations with a renderer of the library `renderers`."""
-    tests = f"tests/tokens/test_family_renderer.py::{test}"
-    return Mutation(about, f"tokens/conversation/{file}", old, new, tests, needs="renderers")
-
-
-def _of_settings(file: str, about: str, old: str, new: str, test: str) -> Mutation:
-    return Mutation(about, file, old, new, f"tests/parity/step/test_optimizer_settings.py::{test}")
-
-
-def _of(place: tuple[str, str], about: str, old: str, new: str) -> Mutation:
-    file, tests = place
-    return Mutation(about, file, old, new, tests)
-
+TOOL_CALLS = "tests/tokens/test_tool_calls.py"
+OPTIMIZER_SETTINGS = "tests/parity/step/test_optimizer_settings.py"
+FAMILY_RENDERER = "tests/tokens/test_family_renderer.py"
 
 MUTATIONS = [
     Mutation(
         "an adapter alone is sent with its scaling",
-        "sync/adapters/source.py",
         "torch.float32)) * scaling).to(self._dtype)",
         "torch.float32))).to(self._dtype)",
         f"{ALONE}::test_base_and_adapter_together_are_what_a_merged_push_sends",
     ),
     Mutation(
         "an adapter that vLLM's LoRA cannot compute is refused",
-        "sync/adapters/source.py",
         "        if is_dora(layer):",
         "        if False:",
         f"{ALONE}::test_what_vllms_lora_cannot_hold_is_refused_in_one_sentence",
     ),
     Mutation(
         "an adapter is compared with what the engine holds",
-        "sync/adapters/push.py",
         "if sent.get(spec.name) != spec]",
         "if sent.get(spec.name) is None]",
         f"{ALONE}::test_an_adapter_that_is_held_otherwise_than_it_was_sent_is_named",
+        within="check_held",
     ),
     Mutation(
         "a sent adapter is compared with the live layers",
-        "sync/adapters/live.py",
         "        _check_sent([(layer",
         "        len([(layer",
         f"{ALONE}::test_what_is_sent_is_compared_with_the_layers_themselves",
     ),
     Mutation(
         "the adapter probe compares what the adapter adds",
-        "watch/adapter_probe.py",
         "(answer[2] - added).abs()",
         "(answer[2] - answer[2]).abs()",
         f"{ALONE}::test_the_adapter_probe_passes_rounding_and_finds_a_thousandth",
     ),
     Mutation(
         "torchvision of another build than torch is not hidden",
-        "other_builds.py",
         '_build(name).startswith("cu")',
         "False",
         "tests/cli/test_install.py::test_only_packages_that_were_built_for_another_torch_are_hidden",
     ),
     Mutation(
         "any file of the packaged model's name is taken",
-        "models/packaged.py",
         "if hashlib.sha256(content).hexdigest() != _DIGEST:",
         "if False:",
         "tests/cli/test_install.py::test_another_file_of_the_same_name_is_refused",
     ),
     Mutation(
         "a user's own handler of logs is joined by ours",
-        "terminal_log.py",
         "if not logger.handlers and logger.level == logging.NOTSET:",
         "if True:",
         "tests/cli/test_terminal_log.py::test_a_program_that_handles_logs_itself_gets_no_lines_from_us",
     ),
     Mutation(
         "a message about settings mixes with the config that --dry_run prints",
-        "terminal_log.py",
         "sys.stderr if record.name.startswith(_ABOUT_SETTINGS) else sys.stdout",
         "sys.stdout",
         "tests/cli/test_terminal_log.py::test_messages_are_lines_on_standard_output_and_those_about_settings_on_standard_error",
     ),
     Mutation(
         "compare lists every setting",
-        "cli/past_runs/compare.py",
         "if len(set(cells)) > 1]",
         "]",
         "tests/cli/test_past_runs.py::test_compare_lists_only_the_settings_that_differ",
     ),
     Mutation(
         "each curve of a comparison has a scale of its own",
-        "cli/past_runs/compare.py",
         "low, high = min(every), max(every)",
         "low, high = None, None",
         "tests/cli/test_past_runs.py::test_compare_shows_results_and_curves_on_one_scale",
     ),
     Mutation(
         "merge writes the base model without the adapter",
-        "cli/past_runs/merge.py",
         "model.merge_and_unload()",
         "model.unload()",
         "tests/cli/test_past_runs.py::test_merge_writes_the_model_that_the_adapter_makes",
     ),
     # tokens
-    _of(
-        CHAT,
+    Mutation(
         "a conversation without the generation prompt",
         "add_generation_prompt=not continues",
         "add_generation_prompt=False",
+        TOKENS,
     ),
-    _of(
-        CHAT, "a last message that is not continued", "continue_final_message=continues", "continue_final_message=False"
+    Mutation(
+        "a last message that is not continued",
+        "continue_final_message=continues",
+        "continue_final_message=False",
+        TOKENS,
     ),
-    _extended(
-        CONTINUATION,
-        "test_the_end_token_is_inserted_exactly_when_it_was_not_sampled",
+    Mutation(
         "a sampled end token that is inserted again",
         "Insert(suffix[closed:])",
         "Insert(suffix)",
+        f"{EXTENSION_TESTS}::test_the_end_token_is_inserted_exactly_when_it_was_not_sampled",
     ),
-    _extended(
-        CONTINUATION,
-        "test_an_end_token_that_the_template_does_not_write_is_left_out_of_a_branch",
+    Mutation(
         "another end token that stays in the next prompt",
         "joined([context_ids, turn_ids[:-1], suffix])",
         "joined([context_ids, turn_ids, suffix])",
+        f"{EXTENSION_TESTS}::test_an_end_token_that_the_template_does_not_write_is_left_out_of_a_branch",
     ),
-    _extended(
-        CONTINUATION,
-        "test_a_branch_has_the_templates_ids_without_the_earlier_thinking",
+    Mutation(
         "thinking that the template drops is kept",
         "if not self._renders_turn(text[len(before) : turn_end], turn):",
         "if False:",
+        f"{EXTENSION_TESTS}::test_a_branch_has_the_templates_ids_without_the_earlier_thinking",
     ),
-    _extended(
-        CONTINUATION,
-        "test_thinking_of_an_earlier_turn_that_is_dropped_is_named_as_the_reason",
+    Mutation(
         "earlier messages that change are not seen",
         "if not text.startswith(before):",
         "if False:",
+        f"{EXTENSION_TESTS}::test_thinking_of_an_earlier_turn_that_is_dropped_is_named_as_the_reason",
     ),
-    _extended(
-        CONTINUATION,
-        "test_the_end_token_is_inserted_exactly_when_it_was_not_sampled",
+    Mutation(
         "a turn is closed at an end token inside it",
         "common_end = len(text) - shared_start(text[::-1], changed[::-1])",
         "common_end = 0",
+        f"{EXTENSION_TESTS}::test_the_end_token_is_inserted_exactly_when_it_was_not_sampled",
     ),
-    _extended(
-        CONTINUATION,
-        "test_a_turn_continues_the_assistants_last_message",
+    Mutation(
         "the assistant's last message is lost",
         '(last.get("content") or "") + turn["content"]',
         'turn["content"]',
+        f"{EXTENSION_TESTS}::test_a_turn_continues_the_assistants_last_message",
     ),
-    _extended(
-        TEMPLATE,
-        "test_text_that_looks_like_a_control_token_stays_text_in_every_kind_of_message",
+    Mutation(
         "text that looks like a control token becomes one",
         "if _GUARD in text:",
         "if False:",
+        f"{EXTENSION_TESTS}::test_text_that_looks_like_a_control_token_stays_text_in_every_kind_of_message",
     ),
-    _extended(
-        TEMPLATE,
-        "test_a_tokenizer_that_cannot_keep_text_as_text_refuses_it_and_extends_the_rest",
+    Mutation(
         "a stretch that is other text when it is encoded alone",
         "if not same or np.isin",
         "if np.isin",
+        f"{EXTENSION_TESTS}::test_a_tokenizer_that_cannot_keep_text_as_text_refuses_it_and_extends_the_rest",
     ),
-    _extended(
-        TEMPLATE,
-        "test_text_that_looks_like_a_control_token_stays_text_in_every_kind_of_message",
+    Mutation(
         "text of the assistant becomes an end token",
         "self._special_pattern if trusted",
         "_pattern_of(()) if trusted",
+        f"{EXTENSION_TESTS}::test_text_that_looks_like_a_control_token_stays_text_in_every_kind_of_message",
     ),
-    _of(
-        TURNS,
+    Mutation(
         "more calls than the template shows",
         "calls = tuple(replace(c, id=c.id or _own_id(turn_ids, n)) for n, c in enumerate(calls))",
         "calls = tuple(replace(c, id=c.id or _own_id(turn_ids, n)) for n, c in enumerate(found.calls))",
-    ),
-    _of(TURNS, "a call within the thinking is made", "(text[begins:], len(text))", "(text[begins:], 0)"),
-    _of(
         TOOL_CALLS,
+    ),
+    Mutation("a call within the thinking is made", "(text[begins:], len(text))", "(text[begins:], 0)", TOOL_CALLS),
+    Mutation(
         "a marker that is not there is found as text",
         "characters.get(found[0], _ABSENT)",
         "characters.get(found[0], found[0])",
+        TOOL_CALLS,
     ),
-    _of(
-        TOOL_FORMATS,
+    Mutation(
         "the id that a model gives its call is lost",
         '_checked(found["name"], value, found["id"] or None)',
         '_checked(found["name"], value)',
+        TOOL_CALLS,
     ),
-    _rendered(
-        "continuation.py",
-        "test_a_renderer_that_writes_other_ids_is_refused_at_start_and_after_a_turn",
+    Mutation(
         "a renderer that is named is not used",
         "return step if ids is None else Insert(ids)",
         "return step",
+        f"{FAMILY_RENDERER}::test_a_renderer_that_writes_other_ids_is_refused_at_start_and_after_a_turn",
+        needs="renderers",
     ),
-    _rendered(
-        "continuation.py",
-        "test_the_ids_come_from_the_renderer_where_it_makes_some",
+    Mutation(
         "a renderer makes control tokens of a tool's text",
         "return ended and are_texts and not self.template.is_guarded(new_messages)",
         "return ended and are_texts",
+        f"{FAMILY_RENDERER}::test_the_ids_come_from_the_renderer_where_it_makes_some",
+        needs="renderers",
     ),
-    _rendered(
-        "continuation.py",
-        "test_both_back_ends_give_the_same_ids",
+    Mutation(
         "a renderer closes a turn that was cut",
         "return ended and are_texts and",
         "return are_texts and",
+        f"{FAMILY_RENDERER}::test_both_back_ends_give_the_same_ids",
+        needs="renderers",
     ),
-    _rendered(
-        "extension_proof.py",
-        "test_a_renderer_that_writes_other_ids_is_refused_at_start_and_after_a_turn",
+    Mutation(
         "a renderer that writes other ids is accepted at start",
         "    except RendererDiffers:\n        raise\n",
         "",
+        f"{FAMILY_RENDERER}::test_a_renderer_that_writes_other_ids_is_refused_at_start_and_after_a_turn",
+        needs="renderers",
     ),
-    _rendered(
-        "family_renderer.py",
-        "test_a_renderer_that_changes_what_was_sampled_is_refused",
+    Mutation(
         "a renderer may change what was sampled",
         "if not np.array_equal(ids[: len(own)], own):",
         "if False:",
+        f"{FAMILY_RENDERER}::test_a_renderer_that_changes_what_was_sampled_is_refused",
+        needs="renderers",
     ),
-    _rendered(
-        "family_renderer.py",
-        "test_calls_that_no_format_reads_are_read_by_the_renderer",
+    Mutation(
         "text after a call counts as part of the call",
         "outside[slice(*call.token_span)] = False",
         "outside[call.token_span[0] :] = False",
+        f"{FAMILY_RENDERER}::test_calls_that_no_format_reads_are_read_by_the_renderer",
+        needs="renderers",
     ),
-    _of(TOOL_FORMATS, "text after the arguments is swallowed", "if not text.startswith(closing, end):", "if False:"),
-    _of(
-        TOOL_FORMATS,
-        "a control token within the arguments",
-        "if SURROGATE.search(said):",
-        "if False:",
-    ),
-    _of(
-        TOOL_FORMATS,
+    Mutation("text after the arguments is swallowed", "if not text.startswith(closing, end):", "if False:", TOOL_CALLS),
+    Mutation("a control token within the arguments", "if SURROGATE.search(said):", "if False:", TOOL_CALLS),
+    Mutation(
         "a value that the schema calls text becomes a number",
         'if schema.get("type") == "string":',
         "if False:",
+        TOOL_CALLS,
     ),
-    _of(
-        ANSWERS,
+    Mutation(
         "another prompt of any length passes",
         "if not np.array_equal(answer.prompt_ids, request.prompt_ids):",
         "if False:",
+        ANSWERS,
     ),
     # log-probs
-    _of(
-        LOGPS,
+    Mutation(
         "log-probs at temperature 1",
         "scaled = wide if temperature == 1.0 else divided(temperature)",
         "scaled = wide",
-    ),
-    _of(LOGPS, "a gradient that forgets the temperature", "gradient /= ctx.temperature", "pass"),
-    _of(
         LOGPS,
+    ),
+    Mutation("a gradient that forgets the temperature", "gradient /= ctx.temperature", "pass", LOGPS),
+    Mutation(
         "a gradient without the softmax",
         "gradient = probabilities * -by_row[:, None]",
         "gradient = probabilities * 0",
+        LOGPS,
     ),
-    _of(LOGPS, "an entropy without a gradient", "by_row += of_entropy * entropy", "pass"),
+    Mutation("an entropy without a gradient", "by_row += of_entropy * entropy", "pass", LOGPS),
     # filters in the trainer
     Mutation(
         "a gradient that forgets the penalties",
-        LOGPS[0],
         "gradient[ctx.edits.rows, ctx.edits.ids] *= ctx.slopes",
         "pass",
-        SCORES,
+        FILTERED_SCORES,
     ),
-    Mutation("a banned token has a finite log-prob", LOGPS[0], "chosen.masked_fill_(is_banned", "(is_banned", SCORES),
-    _of(ID_RULES, "the repetition penalty counts no prompt", "seen |= np.isin(ids, self._prompt)", "pass"),
-    _of(ID_RULES, "penalties count the token itself", "self._places[positions])", "self._places[positions] + 1)"),
-    _of(
-        ID_RULES,
+    Mutation("a banned token has a finite log-prob", "chosen.masked_fill_(is_banned", "(is_banned", FILTERED_SCORES),
+    Mutation("the repetition penalty counts no prompt", "seen |= np.isin(ids, self._prompt)", "pass", FILTERED_SCORES),
+    Mutation(
+        "penalties count the token itself", "self._places[positions])", "self._places[positions] + 1)", FILTERED_SCORES
+    ),
+    Mutation(
         "inserted ids take no place",
         "places_of(sampled, len(completion_ids))",
         "np.arange(len(self._sampled))",
+        FILTERED_SCORES,
     ),
-    _of(ID_RULES, "penalties before the bias", "moved = logits + self.bias", "moved = logits"),
-    _of(ID_RULES, "the bans of a grammar are forgotten", "if self.allowed_bits is not None:", "if False:"),
-    _of(ID_RULES, "a bad word one token late", "len(prefix)\n\n    def", "len(prefix) + 1\n\n    def"),
-    _of(ID_RULES, "an end before the minimum length", "if len(early):", "if False:"),
-    _of(ROW_RULES, "rules that count inserted ids", "if inserted and (names", "if False and (names"),
-    _of(SCORING, "two prompts share the counts of a node", "np.stack([nodes, prompts])", "np.stack([nodes, nodes])"),
+    Mutation("penalties before the bias", "moved = logits + self.bias", "moved = logits", FILTERED_SCORES),
+    Mutation("the bans of a grammar are forgotten", "if self.allowed_bits is not None:", "if False:", FILTERED_SCORES),
+    Mutation("a bad word one token late", "len(prefix)\n\n    def", "len(prefix) + 1\n\n    def", FILTERED_SCORES),
+    Mutation("an end before the minimum length", "if len(early):", "if False:", FILTERED_SCORES),
+    Mutation("rules that count inserted ids", "if inserted and (names", "if False and (names", FILTERED_SCORES),
+    Mutation(
+        "two prompts share the counts of a node",
+        "np.stack([nodes, prompts])",
+        "np.stack([nodes, nodes])",
+        FILTERED_SCORES,
+    ),
     # The property test would shrink for minutes; this test finds both at once.
     Mutation(
         "penalties are forgotten among kept ids",
-        SCORING[0],
         "if rules.moves_logits:",
         "if False:",
-        f"{SCORES}::test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters",
+        f"{FILTERED_SCORES}::test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters",
     ),
     Mutation(
         "the kept mass is that of all ids",
-        "watch/kept_sets.py",
         ".logsumexp(0) - shaped[0].logsumexp(0)).exp()",
         ".logsumexp(0) * 0).exp()",
-        f"{SCORES}::test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters",
+        f"{FILTERED_SCORES}::test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters",
     ),
-    Mutation("a token outside its set", KEPT_LOGPS[0], "or not found.all():", "or False:", SCORES),
+    Mutation("a token outside its set", "or not found.all():", "or False:", FILTERED_SCORES),
     Mutation(
         "a head with a hook is taken for plain",
-        KEPT_LOGPS[0],
         "nn.Parameter and not hooks",
         "nn.Parameter",
-        f"{KEPT_LOGPS[1]}::test_under_autocast_the_head_rounds_as_it_does_without_a_filter",
+        f"{KEPT_LOGPS}::test_under_autocast_the_head_rounds_as_it_does_without_a_filter",
     ),
-    _of(KEPT_LOGPS, "gradients of the last part alone", "total[self.needed] += part", "total[self.needed] = part"),
-    _of(KEPT_LOGPS, "an entropy without a gradient among kept ids", "by_token += of_entropy * entropy", "pass"),
-    _of(KEPT_LOGPS, "a gradient without the temperature", "return gradient / ctx.temperature,", "return gradient,"),
-    _of(KEPT_PROOF, "an id that a filter excludes", "if logits[lowest] < stage.possible:", "if False:"),
-    _of(KEPT_PROOF, "a set that was cut", "if of_missing >= stages[-1].sure:", "if False:"),
-    _of(KEPT_PROOF, "any rounding in the mean", "if self.mean_rounding > largest:", "if False:"),
-    _of(DRAWN_SETS, "sets of older weights", "before_steps and fresh))", "before_steps))"),
-    _of(DRAWN_SETS, "sets of a later step", "before_steps and fresh))", "fresh))"),
-    _of(ASIDE, "groups without a gradient that all go through the model", "sequence.but(aside=True)", "sequence"),
-    _of(
-        ASIDE,
+    Mutation("gradients of the last part alone", "total[self.needed] += part", "total[self.needed] = part", KEPT_LOGPS),
+    Mutation("an entropy without a gradient among kept ids", "by_token += of_entropy * entropy", "pass", KEPT_LOGPS),
+    Mutation(
+        "a gradient without the temperature", "return gradient / ctx.temperature,", "return gradient,", KEPT_LOGPS
+    ),
+    Mutation("an id that a filter excludes", "if logits[lowest] < stage.possible:", "if False:", KEPT_SETS),
+    Mutation("a set that was cut", "if of_missing >= stages[-1].sure:", "if False:", KEPT_SETS),
+    Mutation("any rounding in the mean", "if self.mean_rounding > largest:", "if False:", KEPT_SETS),
+    Mutation("sets of older weights", "before_steps and fresh))", "before_steps))", KEPT_SETS),
+    Mutation("sets of a later step", "before_steps and fresh))", "fresh))", KEPT_SETS),
+    Mutation(
+        "groups without a gradient that all go through the model", "sequence.but(aside=True)", "sequence", GROUPS_ASIDE
+    ),
+    Mutation(
         "tokens that are left out of a count",
         "c for c in self.completions if str(c.key) in names",
         "c for c in ()",
+        GROUPS_ASIDE,
     ),
-    _of(
-        ASIDE,
+    Mutation(
         "rollouts that are drawn of every generation",
         "if np.random.default_rng((seed, number // of, 1))",
         "if 0 * np.random.default_rng(0)",
+        GROUPS_ASIDE,
     ),
-    _of(ASIDE_SUMS, "bets where rewards decide", "drawn = [s for s in sequences if s.drawn]", "drawn = [*sequences]"),
-    _of(ASIDE_STEP, "means of the verified tokens alone", "stands_for = _share(still, verified)", "stands_for = 1.0"),
-    _of(FILTER_BOUNDS, "top-p without rounding", "if above < sure else -math.inf", "if False else -math.inf"),
-    _of(FILTER_BOUNDS, "top-k without rounding", "highest + apart, lowest - apart", "highest + apart, lowest"),
-    _of(DISTRIBUTIONS, "filters are applied to kept ids again", "if kept is None:", "if True:"),
-    _of(GRAMMARS, "a token against the grammar", "if len(outside):", "if False:"),
+    Mutation(
+        "bets where rewards decide", "drawn = [s for s in sequences if s.drawn]", "drawn = [*sequences]", GROUPS_ASIDE
+    ),
+    Mutation(
+        "means of the verified tokens alone", "stands_for = _share(still, verified)", "stands_for = 1.0", GROUPS_ASIDE
+    ),
+    Mutation("top-p without rounding", "if above < sure else -math.inf", "if False else -math.inf", KEPT_SETS),
+    Mutation("top-k without rounding", "highest + apart, lowest - apart", "highest + apart, lowest", KEPT_SETS),
+    Mutation("filters are applied to kept ids again", "if kept is None:", "if True:", DISTRIBUTIONS, within="logprobs"),
+    Mutation("a token against the grammar", "if len(outside):", "if False:", GRAMMARS, within="masks"),
     # engine and server protocol
-    _of(ANSWERS, "the second answer to a request replaces the first", "if answer.key in found:", "if False:"),
-    _of(ANSWERS, "an answer that was not asked for is taken", "if answer.key not in asked:", "if False:"),
-    _of(ANSWERS, "requests may stay unanswered", "if missing:", "if False:"),
-    _of(GUARD, "the first of two keys counts", "if len(found) == 1 else", "if found else"),
-    _of(GUARD, "any scheme shows a key", 'scheme.lower() == "bearer" and ', ""),
-    _of(GREETED, "a trainer needs no proof", "if is_trainer and self._calls", "if self._calls"),
-    _of(GREETED, "a call comes twice", "and self._calls[nonce].take(int(call)) else None", "else None"),
-    _of(
-        GREETED,
+    Mutation("the second answer to a request replaces the first", "if answer.key in found:", "if False:", ANSWERS),
+    Mutation("an answer that was not asked for is taken", "if answer.key not in asked:", "if False:", ANSWERS),
+    Mutation("requests may stay unanswered", "if missing:", "if False:", ANSWERS, within="check_answers"),
+    Mutation("the first of two keys counts", "if len(found) == 1 else", "if found else", GUARD, within="_only_header"),
+    Mutation("any scheme shows a key", 'scheme.lower() == "bearer" and ', "", GUARD),
+    Mutation("a trainer needs no proof", "if is_trainer and self._calls", "if self._calls", GREETING),
+    Mutation("a call comes twice", "and self._calls[nonce].take(int(call)) else None", "else None", GREETING),
+    Mutation(
         "the body of a call is not compared",
         "if body is not None and body_mark(body) == mark:",
         "if body is not None:",
+        GREETING,
     ),
-    _of(
-        CALLS,
+    Mutation(
         "a program without the key is greeted",
         "if not hmac.compare_digest(server_proof(key, nonce, server_nonce).encode(), proof.encode()):",
         "if False:",
+        GREETING,
     ),
-    _of(CALLS, "answers need no proof", "if session.is_server(call, answer.headers.get(PROOF_HEADER)):", "if True:"),
-    _of(COMMAND, "vLLM's own sockets follow the host", "**inside, ", ""),
-    _of(COMMAND, "the server imports from the current directory", ', "PYTHONSAFEPATH": "1"', ""),
+    Mutation(
+        "answers need no proof", "if session.is_server(call, answer.headers.get(PROOF_HEADER)):", "if True:", GREETING
+    ),
+    Mutation("vLLM's own sockets follow the host", "**inside, ", "", COMMAND),
+    Mutation(
+        "the server imports from the current directory",
+        '"VLLM_SERVER_DEV_MODE": "1", "PYTHONSAFEPATH": "1"',
+        '"VLLM_SERVER_DEV_MODE": "1"',
+        COMMAND,
+    ),
     Mutation(
         "a second model is taken by a server",
-        "server/launch.py",
         "if found is not None:",
         "if found == '':",
         "tests/server/test_keys_guard_and_command.py::TestCommand",
+        within="check_no_second_model",
     ),
     Mutation(
         "a failed check of verify ends the others",
-        "verify/run.py",
         "            recover(stage)\n    return rows",
         "            recover(stage)\n            break\n    return rows",
         "tests/verify/test_verify_command.py::test_a_failed_check_does_not_end_the_others",
     ),
     Mutation(
         "calls that came after the question excuse a silent engine",
-        "server/engine_watch.py",
         "for call in self._before)",
         "for call in self._open)",
         "tests/server/test_keys_guard_and_command.py::TestSilence",
     ),
     Mutation(
         "the key calls every method of vLLM's workers",
-        "server/guard.py",
         "method.startswith(_OURS)",
         "method",
         "tests/server/test_keys_guard_and_command.py::TestGuard",
     ),
     Mutation(
         "a program without the key may send a gigabyte",
-        "engines/http/server_calls.py",
-        "return _LARGEST if is_server else _LARGEST_UNPROVEN",
-        "return _LARGEST",
+        "return LARGEST if is_server else _LARGEST_UNPROVEN",
+        "return LARGEST",
         "tests/server/test_greeting.py",
     ),
     Mutation(
         "idle clients of the gateway keep their connections",
-        "gateway/connections.py",
         "if len(self.connections) > self._idle.most:",
         "if False:",
         "tests/gateway/test_web.py::TestConnections",
     ),
     Mutation(
         "a client that reads no answers keeps its connection",
-        "gateway/connections.py",
         "self._unread = self.loop.call_later(HEAD_LIMIT, self._close)",
         "pass",
         "tests/gateway/test_web.py::TestConnections",
     ),
     Mutation(
         "the steps of a stream decode every format",
-        "images/data_sets.py",
         "made._ex_iterable = _with_checked(data._ex_iterable)",
         "pass",
         "tests/images/test_files_of_pictures.py",
     ),
     Mutation(
         "odd messages of an agent end the run",
-        "gateway/recording.py",
         'raise unreadable("messages", error) from error',
         "raise",
         "tests/gateway/test_odd_requests.py",
     ),
     Mutation(
         "files of living engines are removed",
-        "engines/vllm/workers/leftovers.py",
         "if name not in used and (found",
         "if (found",
         "tests/engines/test_leftovers.py",
     ),
     Mutation(
-        "environments get the server's key",
-        "child_environment.py",
-        "if name != KEY_VARIABLE}",
-        "}",
-        "tests/server/test_child_environment.py",
+        "environments get the server's key", "if name != KEY_VARIABLE}", "}", "tests/server/test_child_environment.py"
+    ),
+    Mutation("a server outlives its supervisor", "        kill_at_exit.add(self._child.pid)", "        pass", MACHINE),
+    Mutation("a server's engine outlives it", "kill_group(child.pid)", "pass", MACHINE),
+    Mutation(
+        "every program gets weights", "if not hmac.compare_digest(bytes(", "if False and not bool(bytes(", STRANGERS
     ),
     Mutation(
-        "a server outlives its supervisor",
-        "server/supervisor.py",
-        "        kill_at_exit.add(self._child.pid)",
-        "        pass",
-        MACHINE[1],
-    ),
-    Mutation(
-        "a server's engine outlives it",
-        "server/supervisor.py",
-        "kill_group(child.pid)",
-        "pass",
-        MACHINE[1],
-    ),
-    _of(STRANGERS, "every program gets weights", "if not hmac.compare_digest(bytes(", "if False and not bool(bytes("),
-    _of(
-        STRANGERS,
         "addresses need no signature",
         "if not hmac.compare_digest(signature, ",
         "if False and not bool(signature and ",
+        STRANGERS,
     ),
     Mutation(
         "gloo's store listens on every address",
-        "sync/wire/groups/meeting.py",
         "listener.bind((host, port))",
         'listener.bind(("0.0.0.0", port))',
-        STRANGERS[1],
+        STRANGERS,
     ),
     Mutation(
         "a column with one picture keeps its URL",
-        "images/reading.py",
         "found[name] = own(row[name])",
         "found[name] = row[name]",
         "tests/images/test_reading_pictures.py",
     ),
     Mutation(
         "workers wait on when another server has died",
-        "sync/wire/gloo.py",
         'store.set(_PUSH_FAILED, "")',
         "pass",
         "tests/sync/test_transports.py",
     ),
     Mutation(
         "the trainer waits for a dead server's address",
-        "sync/wire/groups/meeting.py",
         "while not wait([done], CHECK_EVERY).done:\n                meeting.check()",
         "while not wait([done], CHECK_EVERY).done:\n                pass",
         "tests/sync/test_transports.py",
     ),
     Mutation(
         "a rank without the secret gets weights over NCCL",
-        "sync/wire/groups/proof.py",
         "if not hmac.compare_digest(_proof(",
         "if False and not bool(_proof(",
         "tests/sync/test_nccl.py",
     ),
     Mutation(
         "an operation over NCCL waits for a dead rank",
-        "sync/wire/groups/devices.py",
         "                self._check()\n",
         "                pass\n",
         "tests/sync/test_transports.py",
+        within="DeviceChannel._wait",
     ),
     Mutation(
         "every push over NCCL makes a group",
-        "sync/wire/groups/devices.py",
         "self._name == name and not",
         "self._name != name and not",
         "tests/sync/test_nccl.py",
     ),
     Mutation(
         "a worker uses its group although another one has none",
-        "sync/wire/groups/devices.py",
         "return signed.get(_OF_ALL)",
         "return own",
         "tests/sync/test_nccl.py",
     ),
     Mutation(
         "a group of NCCL stays after a push that failed",
-        "sync/wire/groups/devices.py",
         "        if kind is not None:\n            self.give_up()\n",
         "        pass\n",
         "tests/sync/test_nccl.py",
     ),
     Mutation(
         "servers in another order keep their ranks in the group",
-        "sync/wire/nccl.py",
         "if members != self._members:",
         "if not self._members:",
         "tests/sync/test_nccl.py",
     ),
     Mutation(
         "a handle of another GPU is mapped (on the pretend GPU)",
-        "sync/wire/cuda_ipc.py",
         "if found.gpu != identity_of(device):",
         "if False:",
         "tests/pretend_cuda/test_runs.py::test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped",
     ),
     Mutation(
         "PyTorch writes to a counter that a handle names (on the pretend GPU)",
-        "sync/wire/cuda_ipc.py",
-        " or not 0 <= found.counter < _COUNTERS",
+        " or not 0 <= found.counter < COUNTERS",
         "",
         "tests/pretend_cuda/test_runs.py::test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped",
     ),
     Mutation(
         "a buffer may end beyond the GPU's memory (on the pretend GPU)",
-        "sync/wire/cuda_ipc.py",
         "not 0 <= found.offset <= whole - found.size",
         "not 0 <= found.offset <= whole",
         "tests/pretend_cuda/test_runs.py::test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped",
     ),
     Mutation(
         "true is a size (on the pretend GPU)",
-        "sync/wire/cuda_ipc.py",
         "type(f) is not kind for",
         "not isinstance(f, kind) for",
         "tests/pretend_cuda/test_runs.py::test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped",
     ),
     Mutation(
         "servers are told of a chunk that is still copied (on the pretend GPU)",
-        "sync/wire/slots.py",
         "        _finish_copies(self._memory)\n",
         "",
         "tests/pretend_cuda/test_runs.py::test_over_cuda_ipc_each_chunk_is_complete_before_the_other_process_is_told",
     ),
     Mutation(
         "the trainer overwrites a chunk that is still copied (on the pretend GPU)",
-        "sync/wire/slots.py",
         "            _finish_copies(slots)\n",
         "",
         "tests/pretend_cuda/test_runs.py::test_over_cuda_ipc_each_chunk_is_complete_before_the_other_process_is_told",
     ),
     Mutation(
         "memory of expandable segments is sent (on the pretend GPU)",
-        "sync/wire/cuda_ipc.py",
         "    if memory[: len(_KIND)] != _KIND:\n        raise NoRoom(",
         "    if False:\n        raise NoRoom(",
         "tests/pretend_cuda/test_runs.py::test_without_cuda_ipc_auto_goes_through_main_memory_with_one_line_and_the_named_transport_is_refused",
     ),
     Mutation(
         "each failed push takes another buffer of the GPU",
-        "sync/wire/cuda_ipc.py",
-        "if self._buffer is None or self._buffer.numel() < size:",
+        "if self.buffer is None or self.buffer.numel() < size:",
         "if True:",
         "tests/sync/test_transports.py::test_cuda_ipc_has_one_slot_and_the_same_buffer_after_a_failure",
     ),
     Mutation(
         "weights for CUDA IPC are copied to main memory (on the pretend GPU)",
-        "sync/wire/cuda_ipc.py",
         "_name, _to_host = NAME, False",
         "_name, _to_host = NAME, True",
         "tests/pretend_cuda/test_runs.py::test_no_bytes_of_weights_cross_the_host_for_a_push_over_cuda_ipc",
     ),
     Mutation(
-        "two processes on one GPU",
-        "sync/wire/nccl.py",
-        "            if gpu in users:",
-        "            if False:",
-        "tests/sync/test_nccl.py",
+        "two processes on one GPU", "            if gpu in users:", "            if False:", "tests/sync/test_nccl.py"
     ),
     Mutation(
-        "NCCL listens on any interface",
-        "sync/wire/groups/devices.py",
-        '_variables({_INTERFACE: "=lo"})',
-        "nullcontext()",
-        "tests/sync/test_nccl.py",
+        "NCCL listens on any interface", '_variables({_INTERFACE: "=lo"})', "nullcontext()", "tests/sync/test_nccl.py"
     ),
-    _of(KEYS, "machines with one home share a port's key", "{socket.gethostname()}-port", "port"),
-    _of(MACHINE, "two servers on one port", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
+    Mutation("machines with one home share a port's key", "{socket.gethostname()}-port", "port", KEYS),
+    Mutation(
+        "two servers on one port",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_SH | fcntl.LOCK_NB",
+        MACHINE,
+        within="reserved_port",
+    ),
     Mutation(
         "shared memory that is too small ends the run",
-        "sync/wire/transport.py",
         "except NoRoom as error:",
         "except KeyError as error:",
         "tests/sync/test_transports.py",
+        within="send",
     ),
     # kept ids
-    _of(
-        ANSWERS,
-        "kept ids are taken unchecked",
-        "check_kept_ids(request.sampling, answer, vocab_size)",
-        "pass",
-    ),
-    _of(
-        KEPT_SETS,
+    Mutation("kept ids are taken unchecked", "check_kept_ids(request.sampling, answer, vocab_size)", "pass", ANSWERS),
+    Mutation(
         "a filter without kept ids",
         "if sampling.is_filtered:\n            raise",
         "if False:\n            raise",
+        ANSWERS,
     ),
-    _of(KEPT_SETS, "kept ids without a filter", "if not sampling.is_filtered:", "if False:"),
-    _of(KEPT_SETS, "any number of sets", "if len(kept) != len(answer.sampled_places):", "if False:"),
-    _of(KEPT_SETS, "sets of any size", "if not sizes.all() or sizes.max() > sampling.max_kept_ids:", "if False:"),
-    _of(KEPT_SETS, "a set of another token", "if len(outside):", "if False:"),
-    _of(
-        KEPT_SETS,
+    Mutation("kept ids without a filter", "if not sampling.is_filtered:", "if False:", ANSWERS),
+    Mutation("any number of sets", "if len(kept) != len(answer.sampled_places):", "if False:", ANSWERS),
+    Mutation("sets of any size", "if not sizes.all() or sizes.max() > sampling.max_kept_ids:", "if False:", ANSWERS),
+    Mutation("a set of another token", "if len(outside):", "if False:", ANSWERS, within="_check_ids"),
+    Mutation(
         "the sets of inserted ids are counted",
         "chosen(answer.token_ids, answer.sampled)",
         "answer.token_ids",
+        ANSWERS,
     ),
-    _of(KEPT_SETS, "ids in any order", "if not is_ascending.all():", "if False:"),
-    _of(
-        KEPT_SETS, "a first id below the last one of the set before", "is_ascending[kept.ends[:-1] - 1] = True", "pass"
+    Mutation("ids in any order", "if not is_ascending.all():", "if False:", ANSWERS),
+    Mutation(
+        "a first id below the last one of the set before", "is_ascending[kept.ends[:-1] - 1] = True", "pass", ANSWERS
     ),
-    _of(
-        KEPT_SETS,
+    Mutation(
         "a top-k that the engine ignored",
         "if sampling.top_k and sizes.max() > sampling.top_k + max(_TIES, _SHARE_OF_TIES * sampling.top_k):",
         "if False:",
+        ANSWERS,
     ),
-    _of(KEPT_SETS, "a set cut short", "(np.abs(logprobs[sizes == 1]) > _ROUNDING).any()", "False"),
-    _of(
-        KEPT_SETS,
+    Mutation("a set cut short", "(np.abs(logprobs[sizes == 1]) > _ROUNDING).any()", "False", ANSWERS),
+    Mutation(
         "a min-p that the engine ignored",
         "logprobs < np.log(sampling.min_p / sizes) - _ROUNDING",
         "logprobs > 1",
+        ANSWERS,
     ),
-    _of(
-        KEPT_ROWS,
-        "the sets of another request",
-        "rows = asked[rows]",
-        "pass",
-    ),
-    _of(KEPT_ROWS, "sets above the limit", "if too_large.any():", "if False:"),
-    _of(WIRE, "kept ids of the completion before", "end += count or 0", "end += 0"),
-    _of(CONVERSATION, "the sets of the first turn alone", "joined_kept_ids(kept) if kept", "kept[0] if kept"),
-    _of(CONVERSATION, "more sets than tokens", "answer.kept_ids.part(0, count)", "answer.kept_ids"),
+    Mutation("the sets of another request", "rows = asked[rows]", "pass", KEPT_ROWS),
+    Mutation("sets above the limit", "if too_large.any():", "if False:", KEPT_ROWS),
+    Mutation("kept ids of the completion before", "end += count or 0", "end += 0", WIRE),
+    Mutation("the sets of the first turn alone", "joined_kept_ids(kept) if kept", "kept[0] if kept", CONVERSATION),
+    Mutation("more sets than tokens", "answer.kept_ids.part(0, count)", "answer.kept_ids", CONVERSATION),
     # the rollout loop
-    _of(
-        PROGRAMS,
+    Mutation(
         "inserted ids marked as sampled",
         "[isinstance(part, Turn) for part in self._parts], lengths",
         "True, sum(lengths)",
+        DRIVER,
     ),
-    _of(PROGRAMS, "one seed for all calls of a rollout", 'derived_seed(seed, "going on")', "seed"),
-    _of(
-        PROGRAMS,
+    Mutation("one seed for all calls of a rollout", 'derived_seed(seed, "going on")', "seed", DRIVER),
+    Mutation(
         "a branch that overflows the context",
         ", self._conversation.context - len(self.prompt_ids) - self._added)",
         ", self._conversation.budget)",
-    ),
-    _of(PROGRAMS, "inserted ids that cost no budget", "self._conversation.spend(len(inserted))", "pass"),
-    _of(PROGRAMS, "a rollout that ran out and says stop", "if self.branches[-1].ran_out:", "if False:"),
-    _of(PROGRAMS, "a stop string over two turns", 'or part.finish_reason == "stop":', "or True:"),
-    _of(PROGRAMS, "penalties that start again", "if number:\n", "if False:\n"),
-    _of(
         DRIVER,
+    ),
+    Mutation("inserted ids that cost no budget", "self._conversation.spend(len(inserted))", "pass", DRIVER),
+    Mutation("a rollout that ran out and says stop", "if self.branches[-1].ran_out:", "if False:", DRIVER),
+    Mutation("a stop string over two turns", 'or part.finish_reason == "stop":', "or True:", DRIVER),
+    Mutation("penalties that start again", "if number:\n", "if False:\n", DRIVER),
+    Mutation(
         "an error that names no rollout",
         'raise LockstepError(\n            f"the program of',
         'raise ValueError(\n            f"the program of',
-    ),
-    _of(DRIVER, "a program that cancels itself in silence", "and not task.cancelling():", "and False:"),
-    _of(
         DRIVER,
+    ),
+    Mutation("a program that cancels itself in silence", "and not task.cancelling():", "and False:", DRIVER),
+    Mutation(
         "programs that go on after an error",
         "    inbox.stop(error)\n        raise\n    finally",
         "    raise\n    finally",
+        DRIVER,
     ),
-    _of(DRIVER, "a driver that leaves its thread", "self._loop.close()", "pass"),
+    Mutation("a driver that leaves its thread", "self.loop.close()", "pass", DRIVER, within="Driver.close"),
     Mutation(
         "tokens of other weights",
-        "rollouts/driver.py",
         "if (completion.weight_versions != version).any():",
         "if False:",
         "tests/rollouts/test_driver.py",
     ),
-    _of(INBOX, "answers without checks", "check_answer(request, completion, versions, vocab_size)", "pass"),
-    _of(INBOX, "a late answer to a dropped request", "if key in self._given_up:", "if False:"),
-    _of(BRANCHES, "a branch with a weight of its own", "weight=whole.weight,", "weight=whole.weight / len(branches),"),
-    _of(BRANCHES, "branches in several packs", "whole.unit if whole.unit is not None else whole.name", "whole.unit"),
-    _of(BRANCHES, "the values of the first branch", "parts[i] for field", "parts[0][: b.length] for field"),
-    _of(
-        TREES,
+    Mutation("answers without checks", "check_answer(request, completion, versions, vocab_size)", "pass", DRIVER),
+    Mutation("a late answer to a dropped request", "if key in self._given_up:", "if False:", DRIVER),
+    Mutation(
+        "a branch with a weight of its own", "weight=whole.weight,", "weight=whole.weight / len(branches),", BRANCHES
+    ),
+    Mutation(
+        "branches in several packs", "whole.unit if whole.unit is not None else whole.name", "whole.unit", BRANCHES
+    ),
+    Mutation("the values of the first branch", "parts[i] for field", "parts[0][: b.length] for field", BRANCHES),
+    Mutation(
         "branches that are not proven",
         "for completion in rollout.branches]",
         "for completion in rollout.branches[:1]]",
+        BRANCHES,
+        within="branches_of",
     ),
-    _of(
-        TREES,
+    Mutation(
         "a branch that is a rollout of its own",
         "str(rollout.key) if len(rollout.branches) > 1 else None",
         "None",
+        BRANCHES,
     ),
-    _of(WIRE, "the prompt of another branch", "next(own_prompts) if has_prompt else prompt.ids", "prompt.ids"),
+    Mutation("the prompt of another branch", "next(own_prompts) if has_prompt else prompt.ids", "prompt.ids", WIRE),
     Mutation(
         "one ratio per branch",
-        "training/batch/pack.py",
         "[sum(s.length for s in own) for own in rollouts_of(self.sequences)]",
         "[s.length for s in self.sequences]",
         "tests/training/test_branches.py",
     ),
     Mutation(
         "the reward of a rollout without tokens",
-        "training/methods/ppo.py",
         "(lengths.cumsum(0) - 1)[written]] += rewards.nan_to_num(0.0)[written]",
         "lengths.cumsum(0) - 1] += rewards.nan_to_num(0.0)",
         "tests/training/test_branches.py",
     ),
     # the sampling distribution
-    _of(SAMPLING, "a bad word whose first token is banned", "banned.append(word[-1])", "banned.append(word[0])"),
-    _of(
-        SAMPLING, "a minimum length without end", "if len(output_ids) < sampling.min_tokens:", "if sampling.min_tokens:"
+    Mutation("a bad word whose first token is banned", "banned.append(word[-1])", "banned.append(word[0])", SAMPLING),
+    Mutation(
+        "a minimum length without end", "if len(output_ids) < sampling.min_tokens:", "if sampling.min_tokens:", SAMPLING
     ),
-    _of(SAMPLING, "a grammar that leaves nothing", "if with_grammar and bool", "if False and bool"),
-    _of(SAMPLING, "penalties before the bias", "if sampling.logit_bias:", "if False:"),
-    _of(
-        SAMPLING,
+    Mutation("a grammar that leaves nothing", "if with_grammar and bool", "if False and bool", SAMPLING),
+    Mutation("penalties before the bias", "if sampling.logit_bias:", "if False:", SAMPLING, within="shaped_logits"),
+    Mutation(
         "penalties that count the prompt",
         "output = torch.tensor([*output_ids]",
         "output = torch.tensor([*prompt_ids, *output_ids]",
+        SAMPLING,
     ),
-    _of(SAMPLING, "a repetition penalty of the completion alone", "[[*prompt_ids, *output_ids]]", "[[*output_ids]]"),
+    Mutation(
+        "a repetition penalty of the completion alone", "[[*prompt_ids, *output_ids]]", "[[*output_ids]]", SAMPLING
+    ),
     Mutation(
         "settings that count the tokens of one call, in a run with tools",
-        FILTER_FIELDS[0],
         "if names := self._counting_fields:",
         "if names := []:",
         "tests/training/test_tools_in_training.py::test_settings_that_would_start_again_with_each_turn_are_refused_at_the_start",
     ),
-    _of(FILTER_FIELDS, "unknown keys are ignored", "if name not in _KWARGS:", "if False:"),
-    _of(FILTER_FIELDS, "generation_kwargs win silently", "not in (defaults[name], value)", "is None"),
-    _of(
-        BAD_WORDS,
+    Mutation("unknown keys are ignored", "if name not in _KWARGS:", "if False:", FILTER_FIELDS),
+    Mutation("generation_kwargs win silently", "not in (defaults[name], value)", "is None", FILTER_FIELDS),
+    Mutation(
         "bad words at the beginning of a text alone",
         "if len(spaced) == len(plain)",
         "if False and len(spaced) == len(plain)",
+        FILTER_FIELDS,
     ),
-    _of(
-        HANDSHAKE,
+    Mutation(
         "an engine that cannot report kept ids",
         "if expected.sampling is not None and expected.sampling.is_filtered:",
         "if False:",
+        RECEIPT,
     ),
-    _of(
-        HANDSHAKE,
+    Mutation(
         "another library of grammars",
         "if expected.sampling is not None and expected.sampling.grammar is not None:",
         "if False:",
+        RECEIPT,
     ),
-    _of(GUARD, "a websocket needs no key", 'scope["type"] == "lifespan"', 'scope["type"] in ("lifespan", "websocket")'),
-    _of(KEYS, "a key file that others can read", "if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):", "if False:"),
-    _of(KEYS, "a key file of another user", "if found.st_uid != os.geteuid():", "if False:"),
-    _of(KEYS, "a short key", "len(key) < _SHORTEST or ", ""),
+    Mutation(
+        "a websocket needs no key", 'scope["type"] == "lifespan"', 'scope["type"] in ("lifespan", "websocket")', GUARD
+    ),
+    Mutation("a key file that others can read", "if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):", "if False:", KEYS),
+    Mutation("a key file of another user", "if found.st_uid != os.geteuid():", "if False:", KEYS),
+    Mutation("a short key", "len(key) < _SHORTEST or ", "", KEYS),
     # weights
-    _of(ENDS_SENT, "vLLM's own end tokens end a completion too", '"ignore_eos": True', '"ignore_eos": False'),
-    _of(
-        DIRECTORY,
+    Mutation(
+        "vLLM's own end tokens end a completion too",
+        '"ignore_eos": True',
+        '"ignore_eos": False',
+        ENDS_SENT,
+        within="_optional_fields",
+    ),
+    Mutation(
         "another end token in the directory of the engine",
         "if ends and (other_ends",
         "if False and (other_ends",
+        ENGINE_CHOICE,
     ),
-    _of(DIRECTORY, "another tokenizer in the directory of the engine", "if texts and (other", "if False and (other"),
-    _of(BAD_WORDS, "requests without end tokens", "end_ids=tuple(end_ids),", "end_ids=(),"),
-    _of(MEMORY, "moments are counted of every tensor", "total += count * sum(", "total += sum("),
-    _of(MEMORY, "a shard is rounded up", "math.ceil(n / ranks)", "n // ranks"),
-    _of(
-        MEMORY,
+    Mutation(
+        "another tokenizer in the directory of the engine", "if texts and (other", "if False and (other", ENGINE_CHOICE
+    ),
+    Mutation("requests without end tokens", "end_ids=tuple(end_ids),", "end_ids=(),", FILTER_FIELDS),
+    Mutation("moments are counted of every tensor", "total += count * sum(", "total += sum(", MEMORY),
+    Mutation("a shard is rounded up", "math.ceil(n / ranks)", "n // ranks", MEMORY),
+    Mutation(
         "swap and mapped files are no reason to refuse a run",
         "memory.exact(mapped=False) > room.size + room.beyond:",
         "memory.exact() > room.size:",
+        MEMORY,
     ),
-    _of(MEMORY, "no gradients exist while the engine samples", 'if p.when in ("always", when)', "if when"),
-    _of(
-        MEMORY, "embeddings keep 32-bit moments", 'arguments.get("optim_bits") == 8', 'arguments.get("optim_bits") == 9'
+    Mutation("no gradients exist while the engine samples", 'if p.when in ("always", when)', "if when", MEMORY),
+    Mutation(
+        "embeddings keep 32-bit moments", 'arguments.get("optim_bits") == 8', 'arguments.get("optim_bits") == 9', MEMORY
     ),
-    _of(MEMORY, "each product has a copy of its input under autocast", "copies = 5 if casts else 2", "copies = 2"),
+    Mutation("each product has a copy of its input under autocast", "copies = 5 if casts else 2", "copies = 2", MEMORY),
     Mutation(
         "a run that cannot fit is refused before its model is loaded",
-        "run/trainers/online.py",
         'self.ranks.on_owner("memory", lambda: check_memory(args, models))',
         "del models",
-        MEMORY[1],
+        MEMORY,
     ),
-    _of(SHARED_MEMORY, "two trained parameters in one memory", "if earlier := int(place.max()):", "if earlier := 0:"),
-    _of(
-        POSITIONS, "sequences on both sides of longrope's border", "and longest > border:", "and longest > 2 * border:"
-    ),
-    _of(
-        POSITIONS,
-        "the capacity of vLLM is not its border",
-        "check_positions(config, settings.max_model_len,",
-        "check_positions(config, min_model_len,",
-    ),
-    _of(PUSH, "a tensor of another shape or dtype", "sent[n][:3] != arrived[n][:3]", "False"),
-    _of(PUSH, "bytes that changed on the way", "if sent[name].digest != arrived[name].digest", "if False"),
-    _of(PUSH, "an engine parameter that got nothing", "if loaded.untouched:", "if False:"),
-    _of(PUSH, "a weight for which the engine has no place", "if loaded.unstored:", "if False:"),
-    _of(STORED, "every tensor counts as stored", "set[str] = set()", "set[str] = {name for name, _ in arrived}"),
-    _of(PUSH, "caches of older weights", "if not engine.reset_caches():", "if False and not engine.reset_caches():"),
-    _of(
-        SLOTS,
-        "a slot that is filled while it is read",
-        "> number - self._slots, has_left",
-        "> number - SLOTS - 1, has_left",
-    ),
-    _of(SLOTS, "a push that ends before it is taken", "if self._fewest_loaded() != chunks:", "if False:"),
-    _of(
-        PACKED, "a fault of the packed forward", "if packed is not None and _only_packed(", "if False and _only_packed("
-    ),
-    _of(OF_ENGINE, "a fault of the engine", "_EXPLAINS * packed.max_abs", "1e9"),
-    _of(
-        TRANSFORMED,
-        "a model that scales or caps its logits",
-        "return transformed_logits(self.config, logits) if changes_logits(self.config) else logits",
-        "return logits",
-    ),
-    _of(TRANSFORMED, "the same among kept ids", "logits = transformed_logits(self.config, logits)", "pass"),
-    _of(TRANSFORMED, "a cap on attention", 'getattr(config, "attn_logit_softcapping", None)', "None"),
     Mutation(
-        "a model that drops the tree of a pack",
-        "training/forward/attention/tree_attention.py",
-        "return isinstance(error, InputError)",
-        "return True",
+        "two trained parameters in one memory", "if earlier := int(place.max()):", "if earlier := 0:", ADAPTED_MODELS
+    ),
+    Mutation(
+        "sequences on both sides of longrope's border",
+        "and longest > border:",
+        "and longest > 2 * border:",
         FAMILY_ATTENTION,
     ),
     Mutation(
+        "the capacity of vLLM is not its border",
+        "check_positions(config, settings.max_model_len,",
+        "check_positions(config, min_model_len,",
+        FAMILY_ATTENTION,
+    ),
+    Mutation("a tensor of another shape or dtype", "sent[n][:3] != arrived[n][:3]", "False", PUSH),
+    Mutation("bytes that changed on the way", "if sent[name].digest != arrived[name].digest", "if False", PUSH),
+    Mutation("an engine parameter that got nothing", "if loaded.untouched:", "if False:", PUSH),
+    Mutation("a weight for which the engine has no place", "if loaded.unstored:", "if False:", PUSH),
+    Mutation(
+        "every tensor counts as stored",
+        "set[str] = set()",
+        "set[str] = {name for name, _ in arrived}",
+        PUSH,
+        within="StoredNames.__init__",
+    ),
+    Mutation(
+        "caches of older weights",
+        "if not engine.reset_caches():",
+        "if False and not engine.reset_caches():",
+        PUSH,
+        within="push_weights",
+    ),
+    Mutation(
+        "a slot that is filled while it is read",
+        "> number - self._slots, has_left",
+        "> number - SLOTS - 1, has_left",
+        SLOTS,
+    ),
+    Mutation("a push that ends before it is taken", "if self.fewest_loaded() != chunks:", "if False:", SLOTS),
+    Mutation(
+        "a fault of the packed forward", "if packed is not None and _only_packed(", "if False and _only_packed(", PACKED
+    ),
+    Mutation("a fault of the engine", "_EXPLAINS * packed.max_abs", "1e9", OF_ENGINE),
+    Mutation(
+        "a model that scales or caps its logits",
+        "return transformed_logits(self.config, logits) if changes_logits(self.config) else logits",
+        "return logits",
+        TRANSFORMED,
+    ),
+    Mutation("the same among kept ids", "logits = transformed_logits(self.config, logits)", "pass", TRANSFORMED),
+    Mutation("a cap on attention", 'getattr(config, "attn_logit_softcapping", None)', "None", TRANSFORMED),
+    Mutation(
+        "a model that drops the tree of a pack", "return isinstance(error, InputError)", "return True", FAMILY_ATTENTION
+    ),
+    Mutation(
         "a model that cannot get another attention",
-        "training/forward/scoring.py",
         "attends_in_trees = not keeps_state(model.config) and model._supports_attention_backend",
         "attends_in_trees = not keeps_state(model.config)",
         FAMILY_ATTENTION,
     ),
-    _of(PUSH, "the acknowledgement of another server", "    for other in loaded.others:", "    for other in ():"),
-    *(
-        Mutation(about, file, old, new, CHANGES)
-        for about, file, old, new in (
-            (
-                "changed tensors that are left out",
-                "sync/changes.py",
-                "get(spec.name) == spec",
-                "get(spec.name) is not None",
-            ),
-            (
-                "a fused layer that is sent in part",
-                "sync/wire/deltas.py",
-                "return found[1] if found else",
-                "return name if found else",
-            ),
-            ("changes beside their places", "sync/wire/deltas.py", "dtype=np.int64) - 1", "dtype=np.int64)"),
-            (
-                "minus zero and NaN",
-                "sync/wire/deltas.py",
-                "tensor.flatten().view(bits).numpy()",
-                "tensor.flatten().float().numpy()",
-            ),
-            (
-                "changes for an engine that was started again",
-                "engines/held.py",
-                "and base != self._earlier_digest",
-                "and False",
-            ),
-            ("a whole push after a failed proof", "watch/push.py", "if not trusted:", "if False:"),
-        )
+    Mutation("the acknowledgement of another server", "    for other in loaded.others:", "    for other in ():", PUSH),
+    Mutation("changed tensors that are left out", "get(spec.name) == spec", "get(spec.name) is not None", CHANGES),
+    Mutation(
+        "a fused layer that is sent in part",
+        "return found[1] if found else",
+        "return name if found else",
+        CHANGES,
+        within="part_of",
     ),
-    _of(
-        SCHEME,
+    Mutation("changes beside their places", "dtype=np.int64) - 1", "dtype=np.int64)", CHANGES),
+    Mutation("minus zero and NaN", "tensor.flatten().view(bits).numpy()", "tensor.flatten().float().numpy()", CHANGES),
+    Mutation("changes for an engine that was started again", "and base != self._earlier_digest", "and False", CHANGES),
+    Mutation("a whole push after a failed proof", "if not trusted:", "if False:", CHANGES),
+    Mutation(
         "one scale for a whole weight",
         "numbers.abs().amax(dim=-1, keepdim=True)",
         "numbers.abs().amax()[None, None]",
+        QUANTISED_GAP,
     ),
-    _of(SCHEME, "inputs that are not quantised", "tokens.codes.float() @", "(inputs.flatten(0, -2) / tokens.scales) @"),
-    _of(
-        QUANTISED,
+    Mutation(
+        "inputs that are not quantised",
+        "tokens.codes.float() @",
+        "(inputs.flatten(0, -2) / tokens.scales) @",
+        QUANTISED_GAP,
+    ),
+    Mutation(
         "an adapter beside what is quantised",
         'layers.setdefault(getattr(layer, "base_layer", layer), layer)',
         "layers[layer] = layer",
+        QUANTISED_GAP,
     ),
-    _of(QUANTISED, "a model that stays in 8 bits", "            del layer.forward", "            pass"),
-    _of(
-        QUANTISED,
+    Mutation("a model that stays in 8 bits", "            del layer.forward", "            pass", QUANTISED_GAP),
+    Mutation(
         "a mean gap of any size",
         "mean=limit.mean + _ROOM * error.mean_abs",
         "mean=limit.mean + 9 * error.mean_abs",
+        QUANTISED_GAP,
     ),
-    _of(QUANTISED, "a k3 of any size", "k3=limit.k3 + _ROOM**2 * error.k3", "k3=limit.k3 + 99 * error.k3"),
-    _of(LIVE, "old weights in the source of a push", "if spec != other]", "if False]"),
-    _of(LIVE, "a wrong merge", "if not difference <= allowed:", "if False:"),
-    _of(LIVE, "a wrong merge of an adapter that adds little", "torch.float32: 5e-6", "torch.float32: 1e-3"),
-    _of(LIVE, "a right merge with rounding", "_tolerance(base.weight) * float", "0.0 * float"),
-    _of(SLOTS, "a worker that counts in another's push", "if int(counters[_PUSH]) == push:", "if True:"),
+    Mutation("a k3 of any size", "k3=limit.k3 + _ROOM**2 * error.k3", "k3=limit.k3 + 99 * error.k3", QUANTISED_GAP),
+    Mutation("old weights in the source of a push", "if spec != other]", "if False]", LIVE),
+    Mutation("a wrong merge", "if not difference <= allowed:", "if False:", LIVE),
+    Mutation("a wrong merge of an adapter that adds little", "torch.float32: 5e-6", "torch.float32: 1e-3", LIVE),
+    Mutation("a right merge with rounding", "_tolerance(base.weight) * float", "0.0 * float", LIVE),
+    Mutation("a worker that counts in another's push", "if int(counters[_PUSH]) == push:", "if True:", SLOTS),
     Mutation(
         "tensors that lie over each other",
-        "sync/wire/chunks.py",
         "offset += aligned(tensor.nbytes)",
         "offset += tensor.nbytes // 2",
         "tests/sync/test_chunks.py",
     ),
     # proofs
-    _of(
-        GAP, "a largest gap that is that of the last part", "            larger.max_abs,", "            other.max_abs,"
+    Mutation(
+        "a largest gap that is that of the last part", "            larger.max_abs,", "            other.max_abs,", GAP
     ),
-    _of(GAP, "a gap that is no number passes", "if not value <= bound]", "if value > bound]"),
-    _of(
-        GAP,
+    Mutation("a gap that is no number passes", "if not value <= bound]", "if value > bound]", GAP),
+    Mutation(
         "tokens that were not compared",
         "if stats.tokens != expected_tokens:",
         "if stats.tokens > expected_tokens:",
+        GAP,
     ),
-    _of(GAP, "log-probs that are not finite", "if not math.isfinite(total):", "if False:"),
-    _of(
-        HANDSHAKE,
+    Mutation("log-probs that are not finite", "if not math.isfinite(total):", "if False:", GAP),
+    Mutation(
         "raw log-probs of the engine",
         'must("logprobs_mode", actual.logprobs_mode, "processed_logprobs")',
         "pass",
+        RECEIPT,
     ),
-    _of(HANDSHAKE, "an engine of another dtype", 'must("dtype", actual.dtype, expected.dtype)', "pass"),
-    _of(FIELDS_OF_MODELS, "a window of 0 is a window", '"sliding_window": 0, ', ""),
-    _of(
-        FIELDS_OF_MODELS,
+    Mutation("an engine of another dtype", 'must("dtype", actual.dtype, expected.dtype)', "pass", RECEIPT),
+    Mutation("a window of 0 is a window", '"sliding_window": 0, ', "", RECEIPT),
+    Mutation(
         "a window of 0 is any window",
         "if part is not None and",
         'if part is not None and name != "sliding_window" and',
+        RECEIPT,
+        within="one_spelling",
     ),
-    _of(
-        TOKENIZER,
+    Mutation(
         "ids without an embedding are sent",
         "(largest := int(ids.max())) >= rows",
         "(largest := int(ids.max())) > rows",
+        TOKENS,
     ),
-    _of(TOKENIZER, "a pad token without an embedding", "needed is not None and needed >= rows", "False"),
-    _of(
-        ANSWERS,
+    Mutation("a pad token without an embedding", "needed is not None and needed >= rows", "False", TOKENS),
+    Mutation(
         "a request with an id without an embedding",
         "check_embedded(request.prompt_ids,",
         "check_embedded(request.prompt_ids * 0,",
+        ANSWERS,
     ),
-    _of(HANDSHAKE, "a context that is too short", "if actual.max_model_len < expected.min_model_len:", "if False:"),
-    _of(SAMPLES, "copies of one completion", "if repeats and log_chance < math.log(_ALPHA):", "if False:"),
-    _of(PAIRS_OF_A_GROUP, "pairs of completions that share their seed", "pays = np.array([", "pays = 0 * np.array(["),
-    _of(
-        PAIRS_OF_A_GROUP,
-        "a bet on a pair that pays where the two part",
-        "(math.log(0.5) if parted else 0.0)",
-        "0.0",
+    Mutation("a context that is too short", "if actual.max_model_len < expected.min_model_len:", "if False:", RECEIPT),
+    Mutation("copies of one completion", "if repeats and log_chance < math.log(_ALPHA):", "if False:", SAMPLES),
+    Mutation(
+        "pairs of completions that share their seed", "pays = np.array([", "pays = 0 * np.array([", PAIRS_IN_A_GROUP
+    ),
+    Mutation(
+        "a bet on a pair that pays where the two part", "(math.log(0.5) if parted else 0.0)", "0.0", PAIRS_IN_A_GROUP
     ),
     # draws and ends
-    _of(BETS, "a tilt whose mean is above 1", "/ (1.0 + size**2 / 2 * draws.variances)", ""),
-    _of(BETS, "ids of one probability that lie in the same half of their place", "- log_width", ""),
-    _of(DRAWS, "a bet against the trainer's own log-probs", "behaviour.double().cpu().numpy()", "draws.logps"),
-    _of(DRAWS, "bets that do not start again", "stake = -math.log(self.generations)", "stake = -99 * self.generations"),
-    _of(DRAWS, "a resumed run that forgets its generations", 'int(data["generations"])', "0"),
-    _of(
-        DRAWS, "a stake for a generation of which nothing is drawn", "if not stats.tokens:\n            return", "pass"
+    Mutation("a tilt whose mean is above 1", "/ (1.0 + size**2 / 2 * draws.variances)", "", BETS),
+    Mutation("ids of one probability that lie in the same half of their place", "- log_width", "", BETS),
+    Mutation("a bet against the trainer's own log-probs", "behaviour.double().cpu().numpy()", "draws.logps", DRAWS),
+    Mutation(
+        "bets that do not start again", "stake = -math.log(self.generations)", "stake = -99 * self.generations", DRAWS
     ),
-    _of(
-        DRAW_SUMS,
+    Mutation("a resumed run that forgets its generations", 'int(data["generations"])', "0", DRAWS),
+    Mutation(
+        "a stake for a generation of which nothing is drawn", "if not stats.tokens:\n            return", "pass", DRAWS
+    ),
+    Mutation(
         "sums of tokens that were not drawn",
         "wanted = self._wanted[places]",
         "wanted = self._wanted[places] | True",
+        DRAW_SUMS,
     ),
-    _of(DRAWS, "a whole stake at every generation", "- math.log(self.generations + 1)\n        for", "\n        for"),
-    _of(DRAW_SUMS, "equal ids that count as less likely", "torch.lt(p, own[part", "torch.le(p, own[part"),
-    _of(DRAW_SUMS, "equal ids of a long row", "torch.lt(p, own[token", "torch.le(p, own[token"),
-    _of(
-        DRAW_SUMS, "the variance of a long row about 0", "torch.sub(scaled[row], means[row], out=z)", "z = scaled[row]"
+    Mutation(
+        "a whole stake at every generation", "- math.log(self.generations + 1)\n        for", "\n        for", DRAWS
     ),
-    _of(DRAW_SUMS, "a second moment instead of a variance", "z -= means[here, None]", "pass"),
-    _of(DRAW_SUMS, "sums that a second forward computes again", "self._known.add(start)", "places = places.flip(0)"),
+    Mutation("equal ids that count as less likely", "torch.lt(p, own[part", "torch.le(p, own[part", DRAW_SUMS),
+    Mutation("equal ids of a long row", "torch.lt(p, own[token", "torch.le(p, own[token", DRAW_SUMS),
+    Mutation(
+        "the variance of a long row about 0", "torch.sub(scaled[row], means[row], out=z)", "z = scaled[row]", DRAW_SUMS
+    ),
+    Mutation("a second moment instead of a variance", "z -= means[here, None]", "pass", DRAW_SUMS),
+    Mutation(
+        "sums that a second forward computes again", "self._known.add(start)", "places = places.flip(0)", DRAW_SUMS
+    ),
     Mutation(
         "a float64 forward with the weights as they are",
-        "watch/in_float64.py",
         "return move.add_to(value.to(dtype, memory_format=torch.contiguous_format, copy=True))",
         "return value.to(dtype)",
         f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
     ),
     Mutation(
         "a float64 forward without the temperature",
-        "watch/plain_scores.py",
         "(logits / distribution.sampling.temperature)",
         "logits",
         f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
+        within="_of_rows",
     ),
     Mutation(
         "a float64 forward without the entropies",
-        "watch/plain_scores.py",
         "torch.special.entr(logps.exp()).sum(-1)",
         "logps.sum(-1)",
         f"{BACKWARD}::test_a_right_backward_passes_far_below_the_limit",
     ),
     Mutation(
         "an entropy bonus that is averaged over each pack",
-        "training/methods/entropy_bonus.py",
         "learned.sum() / max(self._tokens, 1)",
         "learned.sum() / max(int(kept.sum()), 1)",
         f"{CUTS}[grpo-full-together]",
     ),
     Mutation(
         "a loss that is averaged over each micro-batch",
-        "training/step/generation.py",
         """    for start in range(0, len(advantaged), per_step):
         step = torch.arange(start, min(start + per_step, len(advantaged)))
 """,
@@ -1265,350 +1126,327 @@ MUTATIONS = [
     ),
     Mutation(
         "rounding is not named as a cause",
-        "watch/gap_explained.py",
         "if limit.is_coarse and packed.max_abs",
         "if False and packed.max_abs",
         "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
     ),
     Mutation(
         "rounding is named where a token is over its limit",
-        "watch/gap_explained.py",
         "if limit.is_coarse and packed.max_abs <= limit.largest(packed.tokens):",
         "if limit.is_coarse:",
         "tests/parity/test_decomposition.py::test_the_error_says_where_rounding_may_be_the_cause_of_a_gap_in_the_packed_forward",
     ),
     Mutation(
         "the means of few tokens in half precision are judged alone",
-        "watch/engine.py",
         "pools = self._config.max_staleness or limit.is_coarse",
         "pools = self._config.max_staleness",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the means of few tokens in fp32 wait for more",
-        "watch/engine.py",
         "pools = self._config.max_staleness or limit.is_coarse",
         "pools = True",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the means of an evaluation's few tokens in half precision are judged alone",
-        "watch/engine.py",
         "judged = self._evaluated_pool.add(gap, limit) if limit.is_coarse else gap",
         "judged = gap",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the gap of an evaluation is not judged",
-        "watch/engine.py",
         "self._check_limits(judged, completions, version)\n            kept_sets",
         "kept_sets",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "the gap of a generation is not judged",
-        "watch/engine.py",
         "self._check_limits(judged, completions, version)\n            if not again",
         "if not again",
         "tests/parity/test_decomposition.py::test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_next_steps",
     ),
     Mutation(
         "a wrong gradient that passes for a coarse forward",
-        "watch/finite_differences.py",
         "if apart <= 0.25 * first.apart:",
         "if apart <= 0.0:",
         f"{BACKWARD}::test_the_part_of_the_model_is_named",
     ),
     Mutation(
         "the slope of a certain policy is measured with one step",
-        "watch/finite_differences.py",
         "_SMALLER, _SMALLER_TIMES = 8.0, 7",
         "_SMALLER, _SMALLER_TIMES = 8.0, 1",
         f"{BACKWARD}::test_a_part_of_a_certain_policy_is_proven_in_float32_with_small_steps",
     ),
     Mutation(
         "rounding that grows with a smaller step passes for a slope",
-        "watch/finite_differences.py",
         "if not apart < before:",
         "if False:",
         f"{BACKWARD}::test_a_slope_whose_rounding_grows_with_smaller_steps_is_no_error",
     ),
     Mutation(
         "a part's gradient is taken for right",
-        "watch/model_gradient.py",
         "if distance is not None and distance <= doubt * limit:",
         "if distance is not None:",
         f"{PARTS}::test_a_gradient_that_turns_wrong_later_stops_the_run_before_the_optimizer_uses_it_for_ten_steps",
     ),
     Mutation(
         "a part of one step in a hundred",
-        "watch/model_gradient.py",
         "% EVERY == 0",
         "% 100 == 0",
         f"{BACKWARD}::test_a_sum_is_checked_at_first_and_every_fiftieth_step_and_a_part_at_every_tenth",
     ),
     Mutation(
         "the part's gradient without the critic's",
-        "watch/model_gradient.py",
         "for tensor in (scores.logps, scores.entropies, scores.values):",
         "for tensor in (scores.logps, scores.entropies, None):",
         f"{PARTS}::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were",
     ),
     Mutation(
         "gradients that were there before the part",
-        "watch/finite_differences.py",
         "self._before = _along(self.named, self._unit)",
         "self._before = dict.fromkeys(self.named)",
         f"{PARTS}::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were",
     ),
     Mutation(
         "gradients of zero pass for gradients that vanish",
-        "watch/finite_differences.py",
         "if vanishes and np.abs(first.due).max() < _VISIBLE:",
         "if vanishes:",
         f"{BACKWARD}::test_gradients_that_are_all_zero_are_no_gradients_that_vanish",
     ),
     Mutation(
         "an error of the device is a warning",
-        "watch/model_gradient.py",
         "if not refuses_a_dtype(trouble):",
         "if False:",
         f"{BACKWARD}::test_an_error_of_the_device_or_of_this_program_stops",
     ),
     Mutation(
         "a part that is compared with itself alone is proven",
-        "watch/model_gradient.py",
         'checked.unproven if alone else ""',
         '""',
         f"{BACKWARD}::test_a_part_that_is_compared_with_itself_alone_is_unproven_without_its_sum",
     ),
     Mutation(
         "a convolution gets two dtypes",
-        "watch/in_float64.py",
         "if func in _CONVOLUTIONS:",
         "if False:",
         f"{BACKWARD}::test_a_convolution_takes_a_wide_input",
     ),
     Mutation(
         "a process trains on all GPUs that it sees",
-        "training/config/online_config.py",
         "        use_one_gpu(self)\n",
         "",
         "tests/training/test_device.py::test_one_process_on_a_machine_with_several_gpus_uses_one_and_says_which",
     ),
     Mutation(
         "a GPU with an old driver is left out in silence",
-        "models/cuda.py",
         "if torch.version.cuda is None or not",
         "if True or not",
         "tests/training/test_device.py::test_an_old_driver_is_an_error_with_the_drivers_words_and_no_run_on_the_cpu",
     ),
     Mutation(
         "a number that no GPU has hides all GPUs",
-        "models/cuda.py",
         'environment.get(_VISIBLE, "0").strip().lower() in _NONE_VISIBLE',
         "_VISIBLE in environment",
         "tests/training/test_device.py::test_a_number_that_no_gpu_has_does_not_hide_them",
     ),
     Mutation(
         "a run on a CPU notes the GPU beside it",
-        "watch/surroundings.py",
         "if torch.cuda.is_available() and not use_cpu:",
         "if torch.cuda.is_available():",
         "tests/training/test_device.py::test_another_device_is_no_other_setting_and_the_receipt_notes_it",
     ),
     Mutation(
         "vLLM's threads stay",
-        "engines/vllm/workers/kept_process.py",
         "torch.set_num_threads(threads)",
         "pass",
         "tests/engines/test_kept_process.py::test_what_vllms_workers_change_is_put_back_after_a_start_and_after_an_error",
+        within="process_kept",
     ),
     Mutation(
         "vLLM's precision stays",
-        "engines/vllm/workers/kept_process.py",
         "place.fp32_precision = precision",
         "pass",
         "tests/engines/test_kept_process.py::test_what_vllms_workers_change_is_put_back_after_a_start_and_after_an_error",
     ),
     Mutation(
         "the trainer's objects are frozen",
-        "engines/vllm/workers/kept_process.py",
         "gc.freeze = lambda: None",
         "pass",
         "tests/engines/test_kept_process.py::test_what_vllms_workers_change_is_put_back_after_a_start_and_after_an_error",
     ),
     Mutation(
         "vLLM's seed stays",
-        "engines/vllm/workers/kept_process.py",
         "torch.set_rng_state(numbers[2])",
         "pass",
         "tests/engines/test_kept_process.py::test_what_vllms_workers_change_is_put_back_after_a_start_and_after_an_error",
     ),
     Mutation(
         "full determinism does not reach the engine",
-        "training/config/device.py",
         'environment.setdefault("VLLM_BATCH_INVARIANT", "1")',
         "pass",
         "tests/training/test_device.py::test_full_determinism_on_a_gpu_reaches_cuda_and_the_engine",
     ),
     Mutation(
         "another thread reads a GPU's tensor before it is written",
-        "models/cuda.py",
         "torch.cuda.current_stream(tensor.device).wait_event(event)",
         "pass",
         "tests/training/test_device.py::test_another_thread_reads_a_tensor_of_a_gpu_only_after_the_callers_stream_has_written_it",
     ),
     Mutation(
         "several plain rows cannot be sent to a GPU",
-        "to_device.py",
         "tensor.contiguous().pin_memory()",
         "tensor.pin_memory()",
         "tests/training/test_device.py::test_several_plain_rows_arrive_on_a_gpu",
     ),
     Mutation(
         "cuDNN computes attention",
-        "models/cuda.py",
         "torch.backends.cuda.enable_cudnn_sdp(False)",
         "pass",
         "tests/training/test_device.py::test_cudnn_computes_no_attention_and_convolutions_round_as_products_do",
     ),
     Mutation(
         "a check that was not made is not counted",
-        "run/loop.py",
         "for why in sorted({why for _, why in found if why}):",
         "for why in ():",
         f"{PARTS}::test_a_check_that_cannot_be_made_is_counted_in_the_receipt",
     ),
     Mutation(
         "hooks that appear are taken",
-        "watch/hooks.py",
         "if not _among(one, known) and not _is_of_a_library(one):",
         "if False:",
         f"{PARTS}::test_what_appears_outside_of_a_callback_stops_the_run_at_once_and_is_named",
     ),
     Mutation(
         "what a callback changes is not taken",
-        "watch/hooks.py",
         "noted[place] = (*(one for one in own if _among(one, new)), *added)",
         "pass",
         f"{PARTS}::test_a_hook_of_the_users_is_taken_at_the_beginning_and_in_a_callback_and_noted",
     ),
     Mutation(
         "the same tensors' gradients at every step",
-        "watch/accumulation.py",
         "np.roll(order, -step * size)",
         "order",
         "tests/parity/step/test_update.py::test_the_gradient_of_every_tensor_is_compared_within_ten_steps",
     ),
     Mutation(
         "the gradient under autocast is not compared",
-        "watch/model_gradient.py",
         "check_computed_gradient(distances, limit)",
         "pass",
         f"{BACKWARD}::test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared",
     ),
     Mutation(
         "a part in half precision is not compared with itself",
-        "watch/finite_differences.py",
         "if not apart <= limit:",
         "if False:",
         f"{BACKWARD}::test_a_part_of_a_certain_policy_passes_in_bf16_and_its_faults_are_found",
     ),
     Mutation(
         "one drawn sum over the limit is enough for an error",
-        "watch/model_gradient.py",
         "(len(failed) > _DRAWS // 2 or not exact.is_finite)",
         "True",
         f"{BACKWARD}::test_the_majority_of_five_drawn_sums_is_judged",
     ),
     Mutation(
         "sums in half precision are over sampled ids",
-        "watch/model_gradient.py",
         "if self._limit(policy)[1] and self._distribution(policy).is_tempered_only:",
         "if False:",
         f"{BACKWARD}::test_a_policy_that_is_certain_has_right_gradients_in_bf16_too",
     ),
     Mutation(
         "one drawn sum is enough for an error",
-        "watch/model_gradient.py",
         "if limit < distances[0] < math.inf else ():",
         "if False else ():",
         f"{BACKWARD}::test_under_autocast_both_the_exact_and_the_rounded_gradient_are_compared",
     ),
     Mutation(
         "an overflow is drawn again",
-        "watch/model_gradient.py",
         "if limit < distances[0] < math.inf else ():",
         "if not distances[0] <= limit else ():",
         f"{BACKWARD}::test_a_gradient_that_is_not_finite_under_autocast_is_not_drawn_again",
     ),
     Mutation(
         "a gradient of an earlier step is cleared",
-        "watch/model_gradient.py",
         "if any(map(bool, on_host([p.grad.any() for p in named.values() if p.grad is not None]))):",
         "if False:",
         f"{BACKWARD}::test_a_gradient_that_is_left_from_before_stays_for_its_own_proof",
     ),
-    _of(ASKED_AGAIN, "scores that differ are no error", "elif _equal(before, once):", "elif True:"),
-    _of(ASKED_AGAIN, "an answer at random is an error", "if not _equal(once, again):", "if False:"),
-    _of(ASKED_AGAIN, "random numbers move on", "torch.set_rng_state(kept[2])", "pass"),
-    _of(ENDS, "tokens after an end token", "if ends[:-1].any():", "if False:"),
-    _of(ENDS, "answers that were cut", "and len(ids) < limit:", "and False:"),
-    _of(ENDS, "end tokens that were removed", "and not (stopped or any(found)):", "and False:"),
-    _of(ENDS, "an end token at the limit", "and (stopped or all(found)):", "and all(found):"),
+    Mutation("scores that differ are no error", "elif _equal(before, once):", "elif True:", ASKED_AGAIN),
+    Mutation("an answer at random is an error", "if not _equal(once, again):", "if False:", ASKED_AGAIN),
+    Mutation("random numbers move on", "torch.set_rng_state(kept[2])", "pass", ASKED_AGAIN),
+    Mutation("tokens after an end token", "if ends[:-1].any():", "if False:", ENDS),
+    Mutation("answers that were cut", "and len(ids) < limit:", "and False:", ENDS),
+    Mutation("end tokens that were removed", "and not (stopped or any(found)):", "and False:", ENDS),
+    Mutation("an end token at the limit", "and (stopped or all(found)):", "and all(found):", ENDS),
     # receipts and checkpoints
-    _of(
-        LOADED,
+    Mutation(
         "tensors that are not compared after loading",
         "    if wrong:\n        raise ProofError",
         "    if False:\n        raise ProofError",
+        PROVEN_RESUME,
+        within="check_loaded",
     ),
-    _of(
-        LOADED,
+    Mutation(
         "an optimizer's state without its moments",
         'found[f"optimizer.{key} of {place}"]',
         '_ = found[f"optimizer.{key}"]',
+        PROVEN_RESUME,
     ),
-    _of(INPUTS, "rows without their columns", "[row.source, dict(row.columns)]", "[]"),
-    _of(INPUTS, "changed inputs that are taken", "if changed and not accept", "if False"),
-    _of(CODE, "a reward without what it names", "            self._references(value)", "            pass"),
-    _of(CODE, "a counter is a change of a reward", "if not changed.intersection(names)", "if True"),
-    _of(OWN_FILES, "files of the user's are not digested", "(file.whole or not file.is_script)", "False"),
-    _of(OWN_FILES, "an import inside a function is not followed", "self._import([base, *inside], path)", "pass"),
-    _of(OWN_FILES, "a script without what a reward names in it", "if defined & used or attributes & names", "if False"),
-    _of(OWN_FILES, "a variable of a reward is a global of its script", "if defined & used or", "if defined & names or"),
-    _of(OWN_FILES, "a whole script counts", " or _trains(tree)", ""),
-    _of(OWN_FILES, "a clock is a change of a reward", "if called & (_UNSTABLE | _UNSTABLE_ATTRIBUTES):", "if False:"),
-    _of(MODEL_FILES, "what a model's files mean is not compared", "if before.get(n) != after.get(n))", "if False)"),
-    _of(MODEL_FILES, "another version is another model", "if same_libraries else", "if True else"),
-    _of(MODEL_FILES, "a tokenizer without its merges", "{_RULES: text_digest(inner)}", "{_RULES: ''}"),
-    _of(BASE, "a base is its names and shapes", "digest.update(plain.view(torch.uint8).numpy().data)", "pass"),
-    _of(BASE, "a base is another one in another dtype", "part.cpu().float() if narrow else part.cpu()", "part.cpu()"),
-    _of(
-        ADAPTER_FILES,
+    Mutation("rows without their columns", "[row.source, dict(row.columns)]", "[]", PROVEN_RESUME),
+    Mutation("changed inputs that are taken", "if changed and not accept", "if False", PROVEN_RESUME),
+    Mutation("a reward without what it names", "            self._references(value)", "            pass", CODE_DIGEST),
+    Mutation("a counter is a change of a reward", "if not changed.intersection(names)", "if True", CODE_DIGEST),
+    Mutation("files of the user's are not digested", "(file.whole or not file.is_script)", "False", CODE_DIGEST),
+    Mutation("an import inside a function is not followed", "self._import([base, *inside], path)", "pass", CODE_DIGEST),
+    Mutation(
+        "a script without what a reward names in it", "if defined & used or attributes & names", "if False", CODE_DIGEST
+    ),
+    Mutation(
+        "a variable of a reward is a global of its script", "if defined & used or", "if defined & names or", CODE_DIGEST
+    ),
+    Mutation("a whole script counts", " or _trains(tree)", "", CODE_DIGEST),
+    Mutation(
+        "a clock is a change of a reward", "if called & (_UNSTABLE | _UNSTABLE_ATTRIBUTES):", "if False:", CODE_DIGEST
+    ),
+    Mutation(
+        "what a model's files mean is not compared", "if before.get(n) != after.get(n))", "if False)", MODEL_INPUTS
+    ),
+    Mutation("another version is another model", "if same_libraries else", "if True else", MODEL_INPUTS),
+    Mutation("a tokenizer without its merges", "{_RULES: text_digest(inner)}", "{_RULES: ''}", MODEL_INPUTS),
+    Mutation(
+        "a base is its names and shapes", "digest.update(plain.view(torch.uint8).numpy().data)", "pass", MODEL_INPUTS
+    ),
+    Mutation(
+        "a base is another one in another dtype",
+        "part.cpu().float() if narrow else part.cpu()",
+        "part.cpu()",
+        MODEL_INPUTS,
+    ),
+    Mutation(
         "a file that an adapter lacks is looked for on the hub",
         "if not any((adapter / name).is_file() for name in either):",
         "if False:",
-    ),
-    _of(
         ADAPTER_FILES,
+    ),
+    Mutation(
         "an adapter meets any base",
         "(found := base_digest(model)) != about.digest",
         "not (found := base_digest(model))",
+        ADAPTER_FILES,
     ),
-    _of(ADAPTER_FILES, "weights that an adapter lacks are zeros", "set(report.missing_keys)", "set()"),
-    _of(ADAPTER_FILES, "weights without a place are dropped", "sorted(report.unexpected_keys)", "[]"),
-    _of(
-        ADAPTER_FILES, "an adapter with NaN is merged", '    check_finite(f"adapter {adapter}", trained.items())\n', ""
+    Mutation("weights that an adapter lacks are zeros", "set(report.missing_keys)", "set()", ADAPTER_FILES),
+    Mutation("weights without a place are dropped", "sorted(report.unexpected_keys)", "[]", ADAPTER_FILES),
+    Mutation(
+        "an adapter with NaN is merged", '    check_finite(f"adapter {adapter}", trained.items())\n', "", ADAPTER_FILES
     ),
-    _of(
-        ADAPTER_FILES, "4 bits are merged in full", "dequantised(given) if is_quantised(given) else given", "parameter"
+    Mutation(
+        "4 bits are merged in full", "dequantised(given) if is_quantised(given) else given", "parameter", ADAPTER_FILES
     ),
-    _of(INPUTS, "another base is taken", '        *changed_digests(before["weights"], after["weights"]),\n', ""),
+    Mutation(
+        "another base is taken", '        *changed_digests(before["weights"], after["weights"]),\n', "", PROVEN_RESUME
+    ),
     Mutation(
         "other threads are taken where bits must be equal",
-        "watch/surroundings.py",
         "if bitwise and not accept:",
         "if False:",
         "tests/training/test_proven_resume.py::test_other_versions_devices_or_threads_are_a_warning_or_refused_where_bits_must_be_equal",
@@ -1616,442 +1454,431 @@ MUTATIONS = [
     # how a run ends
     Mutation(
         "whatever ends a run, it is finished",
-        "run/trainers/hooks/run_files.py",
         "return early and not self.interrupted_by",
         "return False and not self.interrupted_by",
         EARLY_ENDS,
     ),
     Mutation(
         "a library keeps the handler of a signal",
-        "run/stop_signals.py",
         "if (other := signal.getsignal(number)) == self._handle:",
         "if True or (other := signal.getsignal(number)):",
         EARLY_ENDS,
     ),
     # schedules that follow metrics
+    Mutation("a plateau is not followed", "            self.plateau.after(metric)", "            pass", SCHEDULES),
+    Mutation("a smaller reward is a better one", '"max" if config.greater_is_better else "min"', '"min"', SCHEDULES),
+    Mutation("whether a model's own code runs is asked", '{"trust_remote_code": False}', "{}", LOADED_FILES),
+    Mutation("a picture chooses its decoder", "formats=FORMATS)", "formats=None)", PICTURE_FILES),
+    Mutation("a folder of another user is private", "if found.st_uid not in (0, os.geteuid()):", "if False:", PRIVATE),
+    Mutation("an open folder is private", "if found.st_mode & stat.S_IWOTH:", "if False:", PRIVATE),
     Mutation(
-        "a plateau is not followed",
-        "watch/rates.py",
-        "            self.plateau.after(metric)",
-        "            pass",
-        SCHEDULES,
+        "what is installed elsewhere is the user's", "not installed.isdisjoint(found.parents)", "False", CODE_DIGEST
     ),
     Mutation(
-        "a smaller reward is a better one",
-        "training/config/contradictions.py",
-        '"max" if config.greater_is_better else "min"',
-        '"min"',
-        SCHEDULES,
+        "an editable install is a package",
+        "        if not _is_editable(distribution):",
+        "        if True:",
+        CODE_DIGEST,
     ),
-    _of(LOADED_FILES, "whether a model's own code runs is asked", '{"trust_remote_code": False}', "{}"),
-    _of(PICTURE_FILES, "a picture chooses its decoder", "formats=FORMATS)", "formats=None)"),
-    _of(PRIVATE, "a folder of another user is private", "if found.st_uid not in (0, os.geteuid()):", "if False:"),
-    _of(PRIVATE, "an open folder is private", "if found.st_mode & stat.S_IWOTH:", "if False:"),
-    _of(WHOSE, "what is installed elsewhere is the user's", "not installed.isdisjoint(found.parents)", "False"),
-    _of(WHOSE, "an editable install is a package", "        if not _is_editable(distribution):", "        if True:"),
-    _of(OWN_FILES, "a file is read for each class", "        if path not in self._files:", "        if True:"),
+    Mutation("a file is read for each class", "        if path not in self._files:", "        if True:", CODE_DIGEST),
     # the optimizer's settings
-    _of_settings(
-        OPTIMIZER,
+    Mutation(
         "a made optimizer is believed",
         "        if field not in found or _equal(found[field], due):",
         "        if True:",
-        "test_an_optimizer_that_is_made_with_other_settings_takes_no_step",
+        f"{OPTIMIZER_SETTINGS}::test_an_optimizer_that_is_made_with_other_settings_takes_no_step",
     ),
-    _of_settings(
-        OPTIMIZER,
+    Mutation(
         "a change of settings is believed",
         "            elif self._failure is None:",
         "            elif False:",
-        "test_what_changes_outside_of_callbacks_stops_the_same_step",
+        f"{OPTIMIZER_SETTINGS}::test_what_changes_outside_of_callbacks_stops_the_same_step",
     ),
-    _of_settings(
-        OPTIMIZER,
+    Mutation(
         "a resumed run forgets what was taken",
         "        for change in changes:\n",
         "        for change in []:\n",
-        "test_after_a_resume_a_value_that_the_receipt_does_not_have_is_named",
+        f"{OPTIMIZER_SETTINGS}::test_after_a_resume_a_value_that_the_receipt_does_not_have_is_named",
     ),
-    _of_settings(
-        OPTIMIZER,
+    Mutation(
         "a learning rate that a callback sets is forgotten",
         "        self._rates[group] = after, self._place()\n",
         "        pass\n",
-        "test_a_learning_rate_that_a_callback_sets_counts_until_the_schedule_sets_the_next",
+        f"{OPTIMIZER_SETTINGS}::test_a_learning_rate_that_a_callback_sets_counts_until_the_schedule_sets_the_next",
     ),
-    _of_settings(
-        OPTIMIZER,
+    Mutation(
         "settings of the next step are proven",
         "return self._held if self._stepped is None else",
         "return self._held or",
-        "test_changes_are_taken_at_every_event_and_a_resumed_run_begins_with_those_of_its_checkpoint",
+        f"{OPTIMIZER_SETTINGS}::test_changes_are_taken_at_every_event_and_a_resumed_run_begins_with_those_of_its_checkpoint",
     ),
-    _of_settings(
-        OPTIMIZER,
+    Mutation(
         "changed fields do not replace changes",
         "    forget(changed_now)\n",
         "    pass\n",
-        "test_a_config_that_changes_between_two_runs_acts_where_that_was_asked_for",
+        f"{OPTIMIZER_SETTINGS}::test_a_config_that_changes_between_two_runs_acts_where_that_was_asked_for",
     ),
-    _of_settings(
-        STILL,
+    Mutation(
         "a state that moves is saved or begun with",
         "            if not bool(wrong.any()):",
         "            if True:",
-        "test_a_state_that_changes_before_a_checkpoint_is_not_saved",
+        f"{OPTIMIZER_SETTINGS}::test_a_state_that_changes_before_a_checkpoint_is_not_saved",
     ),
-    _of_settings(
-        DECAYS,
+    Mutation(
         "norms with a weight decay",
         'any(part == "norm" or',
         "any(",
-        "test_the_tensors_with_a_weight_decay_are_those_of_transformers",
+        f"{OPTIMIZER_SETTINGS}::test_the_tensors_with_a_weight_decay_are_those_of_transformers",
     ),
-    _of_settings(
-        DECAYS,
+    Mutation(
         "a value head with a weight decay",
         "decays = not in_head and",
         "decays =",
-        "test_the_value_head_has_its_own_rate_and_no_decay",
+        f"{OPTIMIZER_SETTINGS}::test_the_value_head_has_its_own_rate_and_no_decay",
     ),
-    _of_settings(
-        WATCH,
+    Mutation(
         "a new optimizer with moments",
         "torch.optim.AdamW and held:",
         "torch.optim.AdamW and False:",
-        "test_a_new_optimizer_that_holds_moments_is_refused",
+        f"{OPTIMIZER_SETTINGS}::test_a_new_optimizer_that_holds_moments_is_refused",
     ),
-    _of_settings(
-        WATCH,
+    Mutation(
         "a checkpoint's values win over a new config",
         "    if not given and changed:",
         "    if False:",
-        "test_a_config_that_changes_between_two_runs_acts_where_that_was_asked_for",
+        f"{OPTIMIZER_SETTINGS}::test_a_config_that_changes_between_two_runs_acts_where_that_was_asked_for",
     ),
-    _of_settings(
-        WATCH,
+    Mutation(
         "changes of a callback are nobody's",
         "if settings is not None and not of_library:",
         "if False:",
-        "test_what_a_callback_changes_is_taken_written_and_kept_after_a_resume",
+        f"{OPTIMIZER_SETTINGS}::test_what_a_callback_changes_is_taken_written_and_kept_after_a_resume",
     ),
-    _of(
-        LEARNED,
+    Mutation(
         "other ids may enter the loss",
         'self._same(due, ids == due.ids, "ids, or the ids before them,")\n            self._same(due, logps',
         "self._same(due, logps",
-    ),
-    _of(
         LEARNED,
-        "old log-probs are not compared",
-        "else digest_of(name, old) == due.old_logps",
-        "else True",
     ),
-    _of(LEARNED, "a micro-batch may learn from others", "        if found != due:", "        if False:"),
-    _of(
+    Mutation("old log-probs are not compared", "else digest_of(name, old) == due.old_logps", "else True", LEARNED),
+    Mutation(
+        "a micro-batch may learn from others",
+        "        if found != due:",
+        "        if False:",
         LEARNED,
+        within="check_part",
+    ),
+    Mutation(
         "a token's context is not in the digest",
         "np.flatnonzero(self.ends[first : node + 1] > node)",
         "np.arange(node + 1 - first)",
+        LEARNED,
     ),
-    _of(
-        SEALS,
+    Mutation(
         "a text of another rollout is scored",
         "if rollout.seal.words != words_of",
         "if False and rollout.seal.words != words_of",
+        LEARNED,
     ),
-    _of(
-        FORWARD,
+    Mutation(
         "the first step's forward is not compared",
         "    if over := over_limits(difference, limit):",
         "    if over := []:",
+        LEARNED,
     ),
-    _of(
-        FORWARD,
+    Mutation(
         "a later step's forward is not compared",
         "if not (mean <= limit.mean_of",
         "if False and not (mean <= limit.mean_of",
+        LEARNED,
+        within="check_plain",
     ),
-    _of(
-        LATER_STEPS,
+    Mutation(
         "no forward of a later step is drawn",
-        "        if not policy_changed and generation.fresh_tokens",
-        "        if generation.fresh_tokens",
+        "if moved or generation.fresh_tokens != generation.sampled_tokens:",
+        "if generation.fresh_tokens != generation.sampled_tokens:",
+        LATER_STEPS,
     ),
-    _of(
-        SCORED_AGAIN,
+    Mutation(
         "the engine's new scores are not compared",
         '        check_gap(\n            self._pools["asked_again"]',
         '        (lambda *a: None)(\n            self._pools["asked_again"]',
+        SCORED_AGAIN,
     ),
-    _of(COMPARED_AHEAD, "no completion is compared ahead", "            if not drawn:", "            if True:"),
-    _of(FROZEN, "a reference that may be the policy", "        if shared:", "        if False:"),
-    _of(FROZEN, "frozen weights that may move", "        if changed:", "        if False:"),
-    _of(
-        FROZEN,
+    Mutation("no completion is compared ahead", "            if not drawn:", "            if True:", COMPARED_AHEAD),
+    Mutation("a reference that may be the policy", "        if shared:", "        if False:", FROZEN),
+    Mutation(
+        "frozen weights that may move", "        if changed:", "        if False:", FROZEN, within="FrozenWeights.check"
+    ),
+    Mutation(
         "a reference whose log-probs are not compared",
         "if not (mean <= limit.mean_of",
         "if False and not (mean <= limit.mean_of",
-    ),
-    _of(
         FROZEN,
+        within="check_reference_scores",
+    ),
+    Mutation(
         "elements of frozen weights that may move",
         "        if not bool(same.all()):",
         "        if False:",
-    )._replace(tests="tests/parity/step/test_update.py"),
+        "tests/parity/step/test_update.py",
+    ),
     # settings and evaluations
-    _of(
-        SETTINGS,
+    Mutation(
         "requests without the user's settings",
         "            if (dict(found)",
         "            if False and (dict(found)",
+        SETTINGS,
     ),
-    _of(SETTINGS, "requests with more tokens than the user's", "if request.sampling.max_tokens >", "if False and 0 >"),
-    _of(SETTINGS, "completions that both sides cut", 'completion.finish_reason == "length" and count < most', "False"),
-    _of(SETTINGS, "interruptions that are not looked at", "        if broken is not None:", "        if False:"),
-    _of(SETTINGS, "rewards with other weights", "        if not agrees:", "        if False:"),
-    _of(SETTINGS, "log-probs at another temperature", "off.mean() <= mean and off.max() <= largest", "True"),
-    _of(THINKING, "thinking that is never interrupted", "if len(ids) > latest and not", "if False and not"),
-    _of(ASKED, "a definition without inserted ids", "*earlier[~marks].tolist()", ""),
-    _of(EVALUATED, "an evaluation of other rows", "for group in groups) != digest:", "for group in groups) == '':"),
-    _of(EVALUATED, "an evaluation with other numbers of completions", "    if odd:", "    if False:"),
-    _of(EVALUATED, "the same completions at every evaluation", "default_rng((seed, version))", "default_rng(seed)"),
-    _of(LOSS_ALONE, "a loss of an evaluation with the weights of other steps", "ready, per_step=rollouts)", "ready)"),
-    _of(LOSS_ALONE, "a loss without the method's masks", "objective.prepare_step(whole, entropies)", "whole"),
-    _of(CHANGED, "a change that a checkpoint forgets", "            self.made[field] = made", "            pass"),
-    _of(CHANGED, "a change that does nothing", "        setattr(config, field, value)", "        pass"),
-    _of(WEIGHED, "weights that only the definition has", "        self._scorer.weights[:] = weights", "        pass"),
-    _of(EVALUATED, "training prompts that count as held out", "in known]", "in known and False]"),
-    _of(RECEIPT, "lines that may be removed", 'if body.get("previous") != previous or claimed', "if claimed"),
-    _of(RECEIPT, "lines that may be changed", "or claimed != _hash(body):", "or False:"),
-    _of(
-        CHECKPOINTS,
+    Mutation(
+        "requests with more tokens than the user's", "if request.sampling.max_tokens >", "if False and 0 >", SETTINGS
+    ),
+    Mutation(
+        "completions that both sides cut", 'completion.finish_reason == "length" and count < most', "False", SETTINGS
+    ),
+    Mutation("interruptions that are not looked at", "        if broken is not None:", "        if False:", SETTINGS),
+    Mutation(
+        "rewards with other weights", "        if not agrees:", "        if False:", SETTINGS, within="check_reward"
+    ),
+    Mutation("log-probs at another temperature", "off.mean() <= mean and off.max() <= largest", "True", SETTINGS),
+    Mutation("thinking that is never interrupted", "if len(ids) > latest and not", "if False and not", SETTINGS),
+    Mutation("a definition without inserted ids", "*earlier[~marks].tolist()", "", SETTINGS),
+    Mutation(
+        "an evaluation of other rows",
+        "for group in groups) != digest:",
+        "for group in groups) == '':",
+        PROVEN_EVALUATION,
+    ),
+    Mutation(
+        "an evaluation with other numbers of completions",
+        "    if odd:",
+        "    if False:",
+        PROVEN_EVALUATION,
+        within="check_evaluated",
+    ),
+    Mutation(
+        "the same completions at every evaluation",
+        "default_rng((seed, version))",
+        "default_rng(seed)",
+        PROVEN_EVALUATION,
+    ),
+    Mutation(
+        "a loss of an evaluation with the weights of other steps",
+        "ready, per_step=rollouts)",
+        "ready)",
+        PROVEN_EVALUATION,
+    ),
+    Mutation(
+        "a loss without the method's masks", "objective.prepare_step(whole, entropies)", "whole", PROVEN_EVALUATION
+    ),
+    Mutation("a change that a checkpoint forgets", "            self.made[field] = made", "            pass", CHANGED),
+    Mutation("a change that does nothing", "        setattr(config, field, value)", "        pass", CHANGED),
+    Mutation(
+        "weights that only the definition has", "        self._scorer.weights[:] = weights", "        pass", WEIGHED
+    ),
+    Mutation(
+        "training prompts that count as held out",
+        "in known]",
+        "in known and False]",
+        PROVEN_EVALUATION,
+        within="count_seen",
+    ),
+    Mutation("lines that may be removed", 'if body.get("previous") != previous or claimed', "if claimed", RECEIPT),
+    Mutation("lines that may be changed", "or claimed != _hash(body):", "or False:", RECEIPT),
+    Mutation(
         "a checkpoint that is half written",
         "return complete[-1] if complete else None",
         "found = _checkpoints(Path(output_dir))\n    return found[-1] if found else None",
-    ),
-    _of(
         CHECKPOINTS,
+    ),
+    Mutation(
         "what a failed save leaves",
         "        shutil.rmtree(folder, ignore_errors=True)\n        with suppress(OSError):\n            finish",
         "        with suppress(OSError):\n            finish",
-    ),
-    _of(CHECKPOINTS, "logs that know a lost checkpoint", "    keep_logs_of_lost(folder, step)\n", ""),
-    _of(CHECKPOINTS, "an only checkpoint that lost its state", "if damaged and damaged == found:", "if False:"),
-    _of(
         CHECKPOINTS,
+    ),
+    Mutation("logs that know a lost checkpoint", "    keep_logs_of_lost(folder, step)\n", "", CHECKPOINTS),
+    Mutation("an only checkpoint that lost its state", "if damaged and damaged == found:", "if False:", CHECKPOINTS),
+    Mutation(
         "a kill between the names of two checkpoints of one step",
         "        if not checkpoint.exists():\n            made",
         "        if False:\n            made",
+        CHECKPOINTS,
     ),
-    _of(
-        CHECKPOINTS, "a log that the report needs and that is broken", "and any(map(_is_broken, whole)):", "and False:"
+    Mutation(
+        "a log that the report needs and that is broken", "and any(map(_is_broken, whole)):", "and False:", CHECKPOINTS
     ),
-    _of(
-        FILES,
+    Mutation(
         "a checkpoint that is not on the disk before it has its name",
         "    sync_folder(made)\n    made",
         "    made",
+        FILES,
     ),
-    _of(FILES, "a write that fails", "            beside.unlink(missing_ok=True)", "            pass"),
-    _of(
-        FILES, "a line that could not be written whole", "                file.truncate(start)", "                pass"
+    Mutation("a write that fails", "            beside.unlink(missing_ok=True)", "            pass", FILES),
+    Mutation(
+        "a line that could not be written whole", "                file.truncate(start)", "                pass", FILES
     ),
-    _of(FILES, "a folder of a killed process that stays", "            _remove_dead(left)", "            pass"),
-    _of(FILES, "a folder of a living process that is removed", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_UN"),
-    _of(FILES, "a folder whose owner has no lock yet", " and any(folder.iterdir())", ""),
-    _of(KILLER, "a process that outlives its run", 'self._tell(f"+{group}\\n")', "pass"),
-    _of(
-        KILLER,
+    Mutation("a folder of a killed process that stays", "            _remove_dead(left)", "            pass", FILES),
+    Mutation(
+        "a folder of a living process that is removed",
+        "fcntl.LOCK_EX | fcntl.LOCK_NB",
+        "fcntl.LOCK_UN",
+        FILES,
+        within="_remove_dead",
+    ),
+    Mutation("a folder whose owner has no lock yet", " and any(folder.iterdir())", "", FILES),
+    Mutation("a process that outlives its run", 'self._tell(f"+{group}\\n")', "pass", KILLER),
+    Mutation(
         "only the first process of a group is killed",
         "    try:\n        os.killpg(group",
         "    try:\n        os.kill(group",
+        KILLER,
     ),
+    Mutation("an agent that outlives its run", "            killer.add(process.pid)", "            pass", KILLER),
+    Mutation("a link that becomes a file", "Path(os.path.realpath(path))", "path", FILES),
     Mutation(
-        "an agent that outlives its run",
-        "gateway/agents.py",
-        "            killer.add(process.pid)",
-        "            pass",
-        KILLER[1],
-    ),
-    _of(FILES, "a link that becomes a file", "Path(os.path.realpath(path))", "path"),
-    _of(
-        ("run/files/run_directory.py", CHECKPOINTS[1]),
         "settings that are written in place",
         '    replace_text(known, json.dumps(settings, indent=1) + "\\n")',
         '    known.write_text("")\n    replace_text(known, json.dumps(settings, indent=1) + "\\n")',
+        CHECKPOINTS,
     ),
-    _of(
-        ("run/files/run_directory.py", CHECKPOINTS[1]),
-        "a run that ends while another command looks",
-        "settings) == folder:",
-        "settings) or True:",
+    Mutation("a run that ends while another command looks", "settings) == folder:", "settings) or True:", CHECKPOINTS),
+    Mutation("a start after the checkpoint", "reversed(before) if", "reversed(entries) if", CHECKPOINTS),
+    Mutation("a field that another one sets", '"eval_strategy", "do_eval", ', '"eval_strategy", ', CHECKPOINTS),
+    Mutation("a lock of another process", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_UN", LOCK, within="_take"),
+    Mutation("two trainers of one process", "    if alone in held.alone:", "    if False:", LOCK),
+    Mutation(
+        "a forked process that keeps a lock", "        held.file.close()\n    _held.clear()", "        pass", LOCK
     ),
-    _of(
-        ("run/files/whole_run.py", CHECKPOINTS[1]),
-        "a start after the checkpoint",
-        "reversed(before) if",
-        "reversed(entries) if",
+    Mutation("a trainer that takes no lock", "        _take(file, folder)\n", "        pass\n", LOCK),
+    Mutation(
+        "later checkpoints that stay", "checkpoint_step(path) > step", "checkpoint_step(path) > step + 100", CHECKPOINTS
     ),
-    _of(
-        ("run/files/run_identity.py", CHECKPOINTS[1]),
-        "a field that another one sets",
-        '"eval_strategy", "do_eval", ',
-        '"eval_strategy", ',
-    ),
-    _of(LOCK, "a lock of another process", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_UN"),
-    _of(LOCK, "two trainers of one process", "    if alone in held.alone:", "    if False:"),
-    _of(LOCK, "a forked process that keeps a lock", "        held.file.close()\n    _held.clear()", "        pass"),
-    _of(
-        LOCK,
-        "a trainer that takes no lock",
-        "        _take(file, folder)\n",
-        "        pass\n",
-    ),
-    _of(
-        CHECKPOINTS, "later checkpoints that stay", "checkpoint_step(path) > step", "checkpoint_step(path) > step + 100"
-    ),
-    _of(
-        RUN,
-        "a receipt that does not reach the checkpoint",
-        "    if before is None:",
-        "    if False:",
-    ),
-    _of(
-        RUN,
+    Mutation("a receipt that does not reach the checkpoint", "    if before is None:", "    if False:", DAMAGED_RUNS),
+    Mutation(
         "metrics that are gone",
         "if len(found) == len(wanted) and all(map(_has, found, wanted)):",
         "if True:",
+        DAMAGED_RUNS,
     ),
-    _of(
-        ("run/trainers/hooks/run_files.py", "tests/training/test_run_files.py"),
+    Mutation(
         "a summary before the report",
         "        with _pages_aside():\n",
         '        replace_text(self.folder / SUMMARY, "{}")\n        with _pages_aside():\n',
+        "tests/training/test_run_files.py",
     ),
-    _of(
-        ("run/files/saved_evaluation.py", STATE),
-        "an evaluation that was changed",
-        'text_digest(text or "") == line["digest"]',
-        "True",
-    ),
-    _of(
-        ("run/files/whole_run.py", STATE),
+    Mutation("an evaluation that was changed", 'text_digest(text or "") == line["digest"]', "True", DAMAGED_RUNS),
+    Mutation(
         "a remedy that does not work",
         "if number < step and _is_whole(earlier, number, receipt):",
         "if number < step:",
+        DAMAGED_RUNS,
     ),
-    _of(RUN, "metrics that were changed", "and all(map(_has, found, wanted)):", "and True:"),
-    _of(
-        SEALED, "an optimizer that starts from nothing", "if missing := sorted(", "if missing := sorted(()) and sorted("
+    Mutation("metrics that were changed", "and all(map(_has, found, wanted)):", "and True:", DAMAGED_RUNS),
+    Mutation(
+        "an optimizer that starts from nothing",
+        "if missing := sorted(",
+        "if missing := sorted(()) and sorted(",
+        DAMAGED_RUNS,
     ),
-    _of(SEALED, "weights that were changed", "if digests[folder / name] != digest", "if False"),
-    _of(
-        PLACE,
+    Mutation("weights that were changed", "if digests[folder / name] != digest", "if False", DAMAGED_RUNS),
+    Mutation(
         "a run that starts over beside itself",
         "    while _is_finished(folder) and not",
         "    while (folder / SUMMARY).exists() and not",
+        DAMAGED_RUNS,
     ),
     # input
     Mutation(
         "a terminal in ASCII",
-        "cli/process/streams.py",
         '        "backslashreplace",',
         '        "strict",',
         "tests/input/test_bad_words.py::test_a_terminal_in_ascii_ends_in_no_traceback",
     ),
-    _of(CHECKS, "numbers that are NaN", "math.isnan(value) or ", ""),
-    _of(CHECKS, "numbers out of bounds", "    if not allowed.holds(value):", "    if False:"),
+    Mutation("numbers that are NaN", "math.isnan(value) or ", "", CHECKS),
+    Mutation("numbers out of bounds", "    if not allowed.holds(value):", "    if False:", CHECKS),
     Mutation(
         "a key of a config file that is there twice",
-        "cli/fields/config_file.py",
         "if key.value in seen:",
         "if False:",
         "tests/input/test_bad_config_files.py",
     ),
     Mutation(
         "comments in the file of URLs",
-        "engines/http/server_calls.py",
         'line.partition("#")[0].strip()',
         "line.strip()",
         "tests/server/test_url_file.py",
     ),
     Mutation(
         "two fields that name the servers",
-        "training/config/fields/servers.py",
         "elif self.vllm_server_base_url is not None:",
         "elif False:",
         "tests/server/test_url_file.py",
     ),
     Mutation(
         "passwords in URLs",
-        "engines/http/server_calls.py",
         'if "@" in url:',
         "if False:",
         "tests/input/test_bad_words.py::test_a_password_in_a_url_is_refused_and_not_printed",
     ),
-    _of(
-        CALLED,
+    Mutation(
         "a reward function that hangs",
         "                    signal.pthread_kill(thread, number)",
         "                    pass",
+        CALLED,
     ),
-    _of(CALLED, "gradients that stay off", "            torch.set_grad_enabled(gradients)", "            pass"),
-    _of(CALLED, "a default dtype that stays changed", "            torch.set_default_dtype(dtype)", "            pass"),
+    Mutation("gradients that stay off", "            torch.set_grad_enabled(gradients)", "            pass", CALLED),
+    Mutation(
+        "a default dtype that stays changed", "            torch.set_default_dtype(dtype)", "            pass", CALLED
+    ),
     Mutation(
         "scores beyond float32",
-        "rollouts/scores/rewards.py",
         "if abs(number) > _LARGEST:",
         "if False:",
         "tests/input/test_bad_reward_files.py::test_a_bad_reward_function_is_one_line",
     ),
     Mutation(
         "lists that one reward function empties for the next",
-        "rollouts/scores/rewards.py",
         "list(value) if isinstance(value, list) else value",
         "value",
         "tests/input/test_bad_reward_files.py::test_a_function_that_empties_its_lists_is_blamed_and_not_the_next_one",
     ),
     Mutation(
         "columns that reward functions do not see",
-        "training/data/prompts.py",
         "if taken := _ARGUMENTS & set(dataset.column_names):",
         "if taken := set():",
         "tests/input/test_bad_data.py",
     ),
     # recovery
-    _of(RECOVERY, "an engine that came back is trusted", "self._distrust()", "pass"),
-    _of(RECOVERY, "work that is given up at its first loss", "for _ in range(_LOSSES):", "for _ in range(1):"),
-    _of(RECOVERY, "an engine that is not waited for", "lost.recover()", "pass"),
+    Mutation("an engine that came back is trusted", "self._distrust()", "pass", RECOVERY),
+    Mutation("work that is given up at its first loss", "for _ in range(_LOSSES):", "for _ in range(1):", RECOVERY),
+    Mutation("an engine that is not waited for", "lost.recover()", "pass", RECOVERY),
     # rewards and their pairing
-    _of(REWARDS, "every rollout has the first one's score", "name: column[position]", "name: column[0]"),
-    _of(REWARDS, "scores without their weights", "weights[name] * score for", "score for"),
-    _of(REWARDS, "no score is a score of 0", "sum(given) if given else math.nan", "sum(given)"),
-    _of(REWARDS, "scores of the wrong number", "or len(values) != count:", "or False:"),
+    Mutation("every rollout has the first one's score", "name: column[position]", "name: column[0]", REWARDS),
+    Mutation("scores without their weights", "weights[name] * score for", "score for", REWARDS),
+    Mutation("no score is a score of 0", "sum(given) if given else math.nan", "sum(given)", REWARDS),
+    Mutation("scores of the wrong number", "or len(values) != count:", "or False:", REWARDS),
     Mutation(
         "a generation with a score leaves the count of those without one as it is",
-        "training/generate/unscored.py",
         "            self._in_a_row = 0\n            for name",
         "            for name",
         "tests/training/test_unscored_generations.py",
     ),
     Mutation(
         "a generation without a score logs NaN",
-        "training/generate/metrics.py",
         "    if len(rewards):",
         "    if True:",
         "tests/training/test_unscored_generations.py",
     ),
     Mutation(
         "text parts that are joined by a space",
-        "tokens/chat.py",
         '"".join(part["text"]',
         '" ".join(part["text"]',
         "tests/training/test_trl_names.py",
+        within="with_joined_text",
     ),
     Mutation(
         "dir(lockstep) shows what the package imports for itself",
-        "__init__.py",
         "return sorted({*__all__,",
         "return sorted({*globals(), *__all__,",
         "tests/docs/test_public_names.py",
@@ -2059,21 +1886,18 @@ MUTATIONS = [
     # evaluation sets and streams
     Mutation(
         "a stream is shuffled",
-        "run/trainers/online.py",
         "shuffle=args.shuffle_dataset and not data.ordered",
         "shuffle=args.shuffle_dataset",
         "tests/training/test_evaluation_sets.py",
     ),
     Mutation(
         "every set of a mapping has the same names",
-        "run/trainers/evaluation.py",
         'f"{metric_key_prefix}_{own}" if own and',
         "metric_key_prefix if own and",
         "tests/training/test_evaluation_sets.py",
     ),
     Mutation(
         "a revision that policy and engine do not load",
-        "models/resolve.py",
         "return snapshot_download(path, revision=revision)",
         "return snapshot_download(path)",
         "tests/models/test_revisions.py",
@@ -2081,1896 +1905,1623 @@ MUTATIONS = [
     # fields of transformers
     Mutation(
         "dropout that was asked for is switched off",
-        "training/forward/policy.py",
         "if not args.disable_dropout and",
         "if False and",
         "tests/training/test_harmless_fields.py::test_dropout_may_stay_on_only_where_there_is_none",
     ),
     Mutation(
         "a run that ends inside a generation leaves nothing to go on from",
-        "run/files/resumable.py",
         "            control.should_save = True",
         "            pass",
         "tests/training/test_harmless_fields.py",
     ),
     Mutation(
         "the best model is that with the lowest reward",
-        "training/config/online_config.py",
         'self.metric_for_best_model = "reward"',
         'self.metric_for_best_model = "reward_loss"',
         "tests/training/test_harmless_fields.py",
     ),
-    Mutation(
-        "a rollout of another prompt",
-        "rollouts/group.py",
-        "if strangers:",
-        "if False:",
-        "tests/rollouts/test_rewards.py",
-    ),
+    Mutation("a rollout of another prompt", "if strangers:", "if False:", "tests/rollouts/test_rewards.py"),
     # advantages
-    _of(
-        ADVANTAGES, "a standard deviation without Bessel's correction", "scored.std() if", "scored.std(correction=0) if"
+    Mutation(
+        "a standard deviation without Bessel's correction", "scored.std() if", "scored.std(correction=0) if", ADVANTAGES
     ),
-    _of(ADVANTAGES, "a baseline that holds its own reward", "* (count / max(count - 1, 1))", ""),
-    _of(
-        ADVANTAGES,
+    Mutation("a baseline that holds its own reward", "* (count / max(count - 1, 1))", "", ADVANTAGES),
+    Mutation(
         "unscored completions in the mean",
         "values[~values.isnan()].mean()",
         "values.nansum() / len(values)",
-    ),
-    _of(ADVANTAGES, "an unscored completion learns", ".masked_fill(unscored, torch.nan)", ""),
-    _of(
         ADVANTAGES,
+    ),
+    Mutation("an unscored completion learns", ".masked_fill(unscored, torch.nan)", "", ADVANTAGES),
+    Mutation(
         "a batch's spread in place of the group's",
         "/ (_deviation(group) + _EPSILON) for",
         "/ (_deviation(rewards[0]) + _EPSILON) for",
+        ADVANTAGES,
     ),
-    _of(RETURNS, "a value of the next completion", "following.masked_fill(~same, 0.0)", "following"),
-    _of(RETURNS, "a divergence that is rewarded", "earned = -beta * kl", "earned = beta * kl"),
-    _of(RETURNS, "longer returns without their weight", "gamma * lam, segments", "gamma, segments"),
+    Mutation("a value of the next completion", "following.masked_fill(~same, 0.0)", "following", RETURNS),
+    Mutation("a divergence that is rewarded", "earned = -beta * kl", "earned = beta * kl", RETURNS),
+    Mutation("longer returns without their weight", "gamma * lam, segments", "gamma, segments", RETURNS),
     # losses, weights, masks and normalisation
-    _of(POLICY, "a clip that takes the larger", "-torch.minimum(bounded", "-torch.maximum(bounded"),
-    _of(
-        POLICY, "one epsilon for both sides", "clamp(1 - epsilon, 1 + epsilon_high)", "clamp(1 - epsilon, 1 + epsilon)"
+    Mutation("a clip that takes the larger", "-torch.minimum(bounded", "-torch.maximum(bounded", POLICY),
+    Mutation(
+        "one epsilon for both sides", "clamp(1 - epsilon, 1 + epsilon_high)", "clamp(1 - epsilon, 1 + epsilon)", POLICY
     ),
-    _of(
-        POLICY,
+    Mutation(
         "a masked completion leaves the mean",
         "lengths.clamp(min=1) * len(lengths)",
         "lengths.clamp(min=1) * (lengths > 0).sum()",
-    ),
-    _of(
         POLICY,
+    ),
+    Mutation(
         "a mean over the tokens that were sampled",
         "1.0 / (len(lengths) * max_completion_length)",
         "1.0 / float(lengths.sum())",
-    ),
-    _of(POLICY, "a prompt that counts by its completions", "* len(prompts))", "* len(lengths))"),
-    _of(
         POLICY,
+    ),
+    Mutation("a prompt that counts by its completions", "* len(prompts))", "* len(lengths))", POLICY),
+    Mutation(
         "a sequence's ratio that grows with its length",
         "segments.means(log_ratios)",
         "segments.sums(log_ratios)",
+        POLICY,
     ),
-    _of(POLICY, "a gradient through CISPO's weight", "ratios = ratios.detach()", "ratios = ratios * 1"),
-    _of(
-        RETURNS,
+    Mutation("a gradient through CISPO's weight", "ratios = ratios.detach()", "ratios = ratios * 1", POLICY),
+    Mutation(
         "the smaller of the value's errors",
         "torch.maximum((values - returns)",
         "torch.minimum((values - returns)",
+        RETURNS,
     ),
-    _of(
-        MASKS, "a completion without an advantage is dropped", "(advantages >= 0) | (drift", "(advantages > 0) | (drift"
+    Mutation(
+        "a completion without an advantage is dropped", "(advantages >= 0) | (drift", "(advantages > 0) | (drift", MASKS
     ),
-    _of(
-        MASKS,
+    Mutation(
         "a threshold that leaves out its own token",
         "return entropies >= torch.lerp",
         "return entropies > torch.lerp",
+        MASKS,
     ),
-    _of(
-        CORRECTIONS,
+    Mutation(
         "weights upside down",
         "_ratios(policy_logps - behaviour_logps",
         "_ratios(behaviour_logps - policy_logps",
+        CORRECTIONS,
     ),
-    _of(CORRECTIONS, "weights without bounds", "return ratios.clamp(low, high)", "return ratios"),
-    _of(CORRECTIONS, "no lower bound of a mask", "(ratios < low) | (ratios > high)", "(ratios > high)"),
-    _of(PAIRS, "a margin that adds the reference", "(chosen - rejected) - (ref", "(chosen - rejected) + (ref"),
-    _of(
-        PAIRS,
+    Mutation("weights without bounds", "return ratios.clamp(low, high)", "return ratios", CORRECTIONS),
+    Mutation("no lower bound of a mask", "(ratios < low) | (ratios > high)", "(ratios > high)", CORRECTIONS),
+    Mutation("a margin that adds the reference", "(chosen - rejected) - (ref", "(chosen - rejected) + (ref", PAIRS),
+    Mutation(
         "a tie that prefers the second",
         "rewards_second > rewards_first, 1",
         "rewards_second >= rewards_first, 1",
+        PAIRS,
     ),
     Mutation(
         "the margin of a pair is summed in float32",
-        "training/methods/online_dpo.py",
         "batch.segments.sums(batch.logps.double()), batch.segments.sums(ref_logps.double())",
         "batch.segments.sums(batch.logps), batch.segments.sums(ref_logps)",
         "tests/parity/step/test_slopes.py",
     ),
     Mutation(
         "the entropies of a moved policy are compared with the engine's sets",
-        "training/step/generation.py",
         "return self.scores(policy, asked, measure=False).entropies",
         "return self.scores(policy, asked, measure=True).entropies",
         "tests/training/test_draws_in_training.py::test_every_sampled_token_is_bet_on_once",
     ),
     Mutation(
         "a generation that is judged twice is pooled twice",
-        "watch/engine.py",
-        "pool = PooledGap() if again else self._pool",
-        "pool = self._pool",
+        "pool = PooledGap() if again else self.pool",
+        "pool = self.pool",
         "tests/parity/test_decomposition.py",
     ),
     Mutation(
         "a resumed run forgets the tokens whose means wait",
-        "watch/engine.py",
-        'self._pool = PooledGap(GapStats(**entry.get("waiting", {})))',
+        'self.pool = PooledGap(GapStats(**entry.get("waiting", {})))',
         "pass",
         "tests/verify/test_receipts_read_back.py",
     ),
     Mutation(
         "the receipt says that a generation judged twice was judged the second time",
-        "watch/engine.py",
         "            if not again:\n                self._judged",
         "            if True:\n                self._judged",
         "tests/parity/test_decomposition.py",
     ),
     Mutation(
         "the page shows the mean of a single step beside the limit",
-        "report/page/proofs.py",
         "judged = judged_means(steps, figure)",
         "judged = judged_means([], figure)",
         PAGE,
     ),
     Mutation(
         "the page shows every largest gap beside the limit of another step",
-        "report/judged_gap.py",
         's.get("max_allowed", otherwise)',
         "otherwise",
         PAGE,
     ),
     Mutation(
         "seconds of phases: a GPU's own marks tell them, and not the host's clock",
-        "report/phases.py",
         "if self._mark is None:\n            self._by_host(name)",
         "if self._mark is not None:\n            self._by_host(name)",
         "tests/report/test_phases.py",
     ),
     Mutation(
         "seconds of phases: nothing waits for a GPU to read them",
-        "report/phases.py",
         "while self._ahead and self._ahead[0][2].query():",
         "while self._ahead:",
         "tests/report/test_phases.py::test_a_log_does_not_wait_and_a_later_one_has_the_seconds",
     ),
-    Mutation(
-        "a wait is never told",
-        "report/waits.py",
-        "self._open.add(wait)",
-        "pass",
-        "tests/report/test_silence.py",
-    ),
+    Mutation("a wait is never told", "self._open.add(wait)", "pass", "tests/report/test_silence.py"),
     Mutation(
         "a wait is told twice per second",
-        "report/waits.py",
         "elif now - when < pause:",
         "elif False:",
         "tests/report/test_silence.py::test_a_wait_is_told_after_five_seconds_and_then_ever_more_rarely_up_to_a_minute",
     ),
     Mutation(
         "exact accounting lets every cut score its own tokens",
-        "verify/logprob_checks.py",
         "own = [self.scores[s.name] for s in pack.sequences]",
         "return Policy.score(self, pack, config)\n        own = [self.scores[s.name] for s in pack.sequences]",
         "tests/verify/test_accounting_row.py",
     ),
     Mutation(
         "each call of coroutine rewards has a loop of its own",
-        "rollouts/loop_thread.py",
         "if self.loop is None or self.loop.is_closed() or self._process != os.getpid():",
         "if True:",
         "tests/rollouts/test_rewards.py::test_what_belongs_to_an_event_loop_may_live_as_long_as_the_run",
     ),
     Mutation(
         "a judge is waited for without a limit",
-        "rollouts/scores/judges.py",
         'timeout, f"judge {name}"',
         '3600, f"judge {name}"',
         "tests/rollouts/test_judges.py",
     ),
     Mutation(
         "a checkpoint at the end of an epoch is saved without a log",
-        "run/files/resumable.py",
         "asked for here.\n        if self._may_save(args, control) and",
         "asked for here.\n        if False and",
         "tests/training/test_resumable_saves.py",
     ),
     Mutation(
         "yes and no of a config file are booleans",
-        "cli/fields/config_file.py",
         'if tag != _BOOL or first in "tTfF"]',
         "if True]",
         "tests/cli/test_arguments.py",
     ),
     Mutation(
         "rows that have ended run past the model's positions",
-        "engines/transformers_engine.py",
         "or longest + budget > self._max_model_len",
         "",
         "tests/engines/test_transformers_engine.py",
     ),
     Mutation(
         "ids beyond the vocabulary are accepted",
-        "engines/answers.py",
         "or (vocab_size is not None and strange >= vocab_size)",
         "",
         "tests/engines/test_answers.py",
     ),
     Mutation(
         "dropout counts as a part of an adapter's weights",
-        "sync/adapters/live.py",
         "with without_dropout(module), torch.autocast",
         "with torch.autocast",
         "tests/sync/test_adapters_alone.py::test_what_is_sent_is_compared_with_the_layers_themselves",
     ),
     Mutation(
         "a divergence the wrong way round",
-        "algorithms/divergence.py",
         "_ExpMinusLinear.apply(ref_logps - logps)",
         "_ExpMinusLinear.apply(logps - ref_logps)",
         "tests/algorithms/test_masks_and_divergence.py",
     ),
     Mutation(
         "means over completions by their number",
-        "algorithms/segments.py",
         "/ self.lengths.clamp(min=1)",
         "/ max(len(self.lengths), 1)",
         "tests/algorithms/test_segments.py",
     ),
-    _of(GENERATION, "a masked completion learns", "0 if objective.is_masked(r) else s.length", "s.length"),
-    _of(
-        GENERATION,
+    Mutation("a masked completion learns", "0 if objective.is_masked(r) else s.length", "s.length", GENERATION),
+    Mutation(
         "one normalisation for all steps",
         "len(advantaged), per_step):",
         "len(advantaged), len(advantaged)):",
+        GENERATION,
     ),
     # packing, attention and gradients
     Mutation(
         "a token predicted from itself",
-        "training/batch/sequence.py",
         "len(self.prompt_ids) - 1 + ",
         "len(self.prompt_ids) - 2 + ",
         "tests/training/test_packing.py",
     ),
     Mutation(
         "branches that see each other",
-        "training/batch/tree.py",
         "ends[along[same:last]] = first",
         "ends[along[same:last]] = first + 1",
         "tests/training/test_packing.py",
     ),
     Mutation(
         "a copy of a sequence whose values are not checked",
-        "training/batch/sequence.py",
         "_KINDS[name](value) if value is not None and name in _KINDS else value",
         "value",
         "tests/training/test_branches.py::test_a_copy_with_other_values_is_the_one_that_the_constructor_makes",
     ),
     Mutation(
         "derivatives of one ratio per completion that are computed over several completions",
-        "watch/loss_gradient.py",
         'whole = settings.importance_sampling_level == "sequence" or settings.loss_type == "vespo"',
         'whole = settings.loss_type == "vespo"',
         "tests/parity/step/test_slopes.py",
     ),
     Mutation(
         "every completion with the weight of the first",
-        "watch/loss_gradient.py",
         "np.repeat([float(c.weight) for c in completions], [len(c.logps) for c in completions])",
         "np.full(sum(len(c.logps) for c in completions), float(completions[0].weight))",
         "tests/parity/step/test_slopes.py",
     ),
     Mutation(
         "the rounding of a pack judged by all packs",
-        "watch/loss_gradient.py",
         "np.repeat([part.max(initial=0.0) for part in cut(sizes, packs)], packs)",
         "np.full(len(sizes), sizes.max(initial=0.0))",
         "tests/parity/step/test_slopes.py",
     ),
     Mutation(
         "the gradients of the first pack alone are compared",
-        "watch/loss_gradient.py",
         "        self._watched.append((batch, found))",
         "        if not self._watched:\n            self._watched.append((batch, found))",
         "tests/parity/step/test_slopes.py",
     ),
     Mutation(
         "packs beyond the budget",
-        "training/batch/pack_plan.py",
         'fitting = max(1, int(np.searchsorted(sizes, budget, side="right")), larger)',
         'fitting = max(1, int(np.searchsorted(sizes, 2 * budget, side="right")), larger)',
         "tests/training/test_pack_plan.py",
     ),
     Mutation(
         "a shared position is routed once for all completions",
-        "algorithms/router_balance.py",
         "sums.append((probabilities * weights[:, None]).sum(0))",
         "sums.append((probabilities * (weights > 0)[:, None]).sum(0))",
         ROUTER_CUTS,
     ),
     Mutation(
         "a token counts as routed otherwise only if all its experts differ",
-        "watch/gap_explained.py",
         "differing += int((one != other).any(-1).sum())",
         "differing += int((one != other).all(-1).sum())",
         "tests/parity/test_routing.py",
     ),
     Mutation(
         "the choices of each pack alone",
-        "training/step/router_loss.py",
         "whole = self._whole if self._whole is not None else Shares.of([routing.counts()])",
         "whole = Shares.of([routing.counts()])",
         ROUTER_CUTS,
     ),
     Mutation(
         "padding is routed",
-        "training/batch/pack.py",
         "last = self.host_predictors[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]",
         "last = ends[self.predictors.cpu()[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]] - 1",
         "tests/training/test_router_loss.py::test_every_position_counts_once_per_sequence_and_padding_counts_nothing",
     ),
     Mutation(
         "completions without an advantage are not routed",
-        "training/methods/objective.py",
         "(self.router_coefficient != 0.0 or bool(np.any(sequence.advantages)))",
         "bool(np.any(sequence.advantages))",
         "tests/training/test_router_loss.py::test_the_models_own_loss_is_added_where_the_rewards_teach_nothing",
     ),
     Mutation(
         "a step whose groups agree leaves no gradient",
-        "training/step/update.py",
         "parameter.grad = torch.zeros_like(parameter)",
         "pass",
         "tests/training/test_trainer.py::test_a_step_whose_groups_agree_has_gradient_zero_and_not_none",
     ),
     Mutation(
         "a step beyond the limits of the gap",
-        "watch/engine.py",
-        "raise self._explained.error(",
-        "return self._explained.error(",
+        "raise self.explained.error(",
+        "return self.explained.error(",
         "tests/training/test_trainer.py::test_raw_log_probs_at_another_temperature_are_refused",
     ),
     Mutation(
         "a push whose probe failed",
-        "watch/push.py",
         "check_probe(record, version)",
         "pass",
         "tests/training/test_trainer.py::test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves",
     ),
-    _of(
-        LET_SLEEP,
+    Mutation(
         "a trainer that does not know of discarded weights",
         "        forget_push(engine)\n\n\ndef drop",
         "        pass\n\n\ndef drop",
+        LET_SLEEP,
     ),
-    _of(HELD, "an engine that remembers lost weights", 'self.digest = self._earlier_digest = ""', "pass"),
-    _of(
-        WORKERS,
+    Mutation("an engine that remembers lost weights", 'self.digest = self._earlier_digest = ""', "pass", LET_SLEEP),
+    Mutation(
         "an executor that is not ours",
         "not in (None, ",
         'not in (None, "external_launcher", ',
+        WORKER_START,
+        within="number_of_workers",
     ),
-    _of(WORKERS, "more workers than GPUs", "< tensor * stages:", "< 0:"),
-    _of(BESIDE_RANKS, "vLLM's model in one of several trainer processes", "if workers == 1:", "if workers == 0:"),
-    _of(COLOCATED, "a split engine without vLLM", "if is_set and use_vllm is False:", "if False:"),
-    _of(
-        TOOLS,
+    Mutation("more workers than GPUs", "< tensor * stages:", "< 0:", WORKER_START),
+    Mutation("vLLM's model in one of several trainer processes", "if workers == 1:", "if workers == 0:", WORKER_START),
+    Mutation("a split engine without vLLM", "if is_set and use_vllm is False:", "if False:", WORKER_START),
+    Mutation(
         "a tool may take for ever",
         "return await in_thread(lambda: function(**given), self.timeout, what)",
         "return await asyncio.sleep(0, None)",
+        TOOLS,
     ),
-    _of(
-        TOOLS, "tools in threads though none asks for them", "return None if self._threads or", "return None if True or"
+    Mutation(
+        "tools in threads though none asks for them", "return None if self._threads or", "return None if True or", TOOLS
     ),
-    _of(TOOLS, "a signal in another thread is an error for the model", "if uses_signal(error) and", "if False and"),
-    _of(TOOLS, "one call that fails is an alarm", "if same and len(ends) == 1:", "if False:"),
-    _of(
-        TOOLS, "a tool that fails now and then is an alarm", "same = len(failed) == len(ends) and", "same = failed and"
+    Mutation(
+        "a signal in another thread is an error for the model", "if uses_signal(error) and", "if False and", TOOLS
+    ),
+    Mutation("one call that fails is an alarm", "if same and len(ends) == 1:", "if False:", TOOLS),
+    Mutation(
+        "a tool that fails now and then is an alarm", "same = len(failed) == len(ends) and", "same = failed and", TOOLS
     ),
     Mutation(
         "the thread of tools is another one after each call",
-        "rollouts/programs/workers.py",
         "        if self._thread is None:\n            self._start()",
         "        self._start()",
         "tests/rollouts/test_tools.py",
     ),
     Mutation(
         "after a call that hangs no other one runs",
-        "rollouts/programs/workers.py",
         "        if self._thread is thread:\n            self._start()",
         "        pass",
         "tests/rollouts/test_tools.py",
     ),
     Mutation(
         "Ctrl-C during a tool is an error for the model",
-        "rollouts/programs/workers.py",
         "if isinstance(error, KeyboardInterrupt) and",
         "if False and",
         "tests/rollouts/test_tools.py",
     ),
     Mutation(
         "rewards read an environment in another thread than its own",
-        "training/generate/rollouts/tools.py",
         "return self.calls.home.do(work, limit)",
         "return work()",
         "tests/training/test_tools_in_training.py",
     ),
     Mutation(
         "an alarm is said at every step",
-        "report/alarms.py",
         "(key, subject) in self._raised or known",
         "known",
         "tests/report/test_alarms.py",
     ),
     Mutation(
         "an alarm that was raised before the receipt was opened is not in it",
-        "report/alarms.py",
         "for about, alarm in self._raised.items() if about not in written",
         "for about, alarm in self._raised.items() if False",
         "tests/report/test_alarms.py",
     ),
     Mutation(
         "a reward function that scores nothing is silent",
-        "training/generate/unscored.py",
         'self._alarms.tell("reward_none"',
         '(lambda *_, **__: None)("reward_none"',
         "tests/training/test_tools_in_training.py",
     ),
     Mutation(
         "the driver misses a rollout that has yet to go on after a call",
-        "rollouts/programs/tools.py",
         "t for t in self._open if all(",
         "t for t in self._open if any(not task.done() for task in t) and all(",
         "tests/rollouts/test_settled.py",
     ),
     Mutation(
         "an error in the wait for tools is dropped",
-        "rollouts/driver.py",
         "            reactions.result()\n",
         "            pass\n",
         "tests/rollouts/test_settled.py",
     ),
-    _of(TOOLS, "a call without a tool", "if tool is None:", "if False:"),
-    _of(
-        TOOLS,
+    Mutation("a call without a tool", "if tool is None:", "if False:", TOOLS),
+    Mutation(
         "a tool's error ends the rollout",
         "except (TookTooLong, Raised) as error:",
         "except TookTooLong as error:",
+        TOOLS,
+        within="_one",
     ),
-    _of(TOOLS, "slow tools are waited for again and again", "self._slow |= {", "_ = {"),
-    _of(TOOLS, "a tool holds the engine at every answer", "if seconds > _IN_ALL and", "if seconds > 9e9 and"),
+    Mutation("slow tools are waited for again and again", "self._slow |= {", "_ = {", TOOLS),
+    Mutation("a tool holds the engine at every answer", "if seconds > _IN_ALL and", "if seconds > 9e9 and", TOOLS),
     Mutation(
         "a tool's exit ends the run",
-        "rollouts/programs/workers.py",
         "    except BaseException as error:\n        # Ctrl-C",
         "    except ValueError as error:\n        # Ctrl-C",
         "tests/rollouts/test_tools.py",
     ),
-    _of(ENVIRONMENTS, "an environment that failed is used again", "if environment.failed is None:", "if True:"),
-    _of(ENVIRONMENTS, "an environment's process outlives it", "self.instance._end()", "pass"),
-    _of(
-        ENVIRONMENTS,
+    Mutation("an environment that failed is used again", "if environment.failed is None:", "if True:", ENVIRONMENTS),
+    Mutation("an environment's process outlives it", "self.instance._end()", "pass", ENVIRONMENTS),
+    Mutation(
         "the seed of the rollout hides the column",
         'given.setdefault("seed", seed)',
         'given["seed"] = seed',
-    ),
-    _of(
         ENVIRONMENTS,
+    ),
+    Mutation(
         "the column that chooses is given to reset",
         'if not (self.routed and key == "environment")',
         "if key",
+        ENVIRONMENTS,
     ),
-    _of(
-        (PROGRAM, "tests/rollouts/test_tool_program.py::test_inserted_ids_are_the_results_of_the_calls_before_them"),
+    Mutation(
         "the results of other calls",
         "zip(turn.calls, results, strict=True)",
         "zip(turn.calls, results[::-1], strict=True)",
+        "tests/rollouts/test_tool_program.py::test_inserted_ids_are_the_results_of_the_calls_before_them",
     ),
-    _of(
-        (
-            PROGRAM,
-            "tests/rollouts/test_tool_program.py::test_words_of_the_user_without_room_end_the_rollout_as_cut "
-            "tests/rollouts/test_tool_program.py::test_a_turn_without_a_call_is_answered_by_the_user_until_the_environment_ends_the_rollout",
-        ),
+    Mutation(
         "the user's words as the assistant's",
         '[{"role": "user", "content": content}]',
         '[{"role": "assistant", "content": content}]',
+        "tests/rollouts/test_tool_program.py::test_words_of_the_user_without_room_end_the_rollout_as_cut "
+        "tests/rollouts/test_tool_program.py::test_a_turn_without_a_call_is_answered_by_the_user_until_the_environment_ends_the_rollout",
+        within="_talk",
     ),
-    _of(
-        (PROGRAM, "tests/rollouts/test_tool_program.py::test_no_more_iterations_than_allowed"),
+    Mutation(
         "one round of calls too many",
         "rounds == self._iterations:",
         "rounds == (self._iterations or 0) + 1:",
+        "tests/rollouts/test_tool_program.py::test_no_more_iterations_than_allowed",
     ),
-    _of(
-        (PROGRAM, "tests/rollouts/test_tool_program.py::test_a_result_that_leaves_no_room_for_an_answer_is_dropped"),
+    Mutation(
         "a result that the model cannot answer any more",
         "conversation.insert(inserted, room_after=1, pictures=shown)",
         "conversation.insert(inserted, pictures=shown)",
+        "tests/rollouts/test_tool_program.py::test_a_result_that_leaves_no_room_for_an_answer_is_dropped",
     ),
     Mutation(
         "a turn whose end is that of the turn before",
-        "rollouts/conversation.py",
         "self._conversation.took(turn, self, self._added)",
         "self._conversation.took(turn, self, self._added - len(turn.token_ids))",
         "tests/rollouts/test_tool_program.py::test_the_finish_reason_of_each_turn_stands_with_its_end_and_its_message",
     ),
-    _of(
-        (PROGRAM, "tests/rollouts/test_tool_program.py::test_a_malformed_call_is_answered_with_an_error_and_counted"),
+    Mutation(
         "failures that are not counted",
         "sum(result.failed for result in results) + len(parsed.errors)",
         "0",
+        "tests/rollouts/test_tool_program.py::test_a_malformed_call_is_answered_with_an_error_and_counted",
     ),
-    _of(
-        (
-            PROGRAM,
-            "tests/rollouts/test_tool_program.py::test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout",
-        ),
+    Mutation(
         "an environment of another rollout",
         "self._held[conversation.seed] = environment",
         "self._held[0] = environment",
+        "tests/rollouts/test_tool_program.py::test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout",
     ),
-    _of(
-        (
-            PROGRAM,
-            "tests/rollouts/test_tool_program.py::test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout",
-        ),
+    Mutation(
         "a prompt without what reset added",
         "            conversation.branch(ids, self._placed(ids, said.shown))\n",
         "            pass\n",
+        "tests/rollouts/test_tool_program.py::test_a_reset_adds_to_the_prompt_and_the_reward_belongs_to_its_rollout",
     ),
-    _of(FUNCTION, "an inserted id passes as sampled", "None if mask is None or mask.all() else mask,", "None,"),
-    _of(FUNCTION, "log-probs of other tokens", "(named[sampled] != token_ids[sampled]).any()", "False"),
-    _of(
-        FUNCTION, "a row of another rollout", "RequestKey(prompt.prompt_id, sample)", "RequestKey(prompt.prompt_id, 0)"
+    Mutation("an inserted id passes as sampled", "None if mask is None or mask.all() else mask,", "None,", FUNCTION),
+    Mutation("log-probs of other tokens", "(named[sampled] != token_ids[sampled]).any()", "False", FUNCTION),
+    Mutation(
+        "a row of another rollout",
+        "RequestKey(prompt.prompt_id, sample)",
+        "RequestKey(prompt.prompt_id, 0)",
+        FUNCTION,
+        within="_rollout",
     ),
-    _of(FUNCTION, "ids beyond the vocabulary", "ids.max() >= vocabulary", "False"),
+    Mutation("ids beyond the vocabulary", "ids.max() >= vocabulary", "False", FUNCTION),
     Mutation(
         "a failed rollout is learned from",
-        "training/methods/objective.py",
         "return rollout.failed is not None or (masks",
         "return (masks",
         "tests/training/test_tools_in_training.py::test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_loss",
     ),
     Mutation(
         "a failed rollout is scored",
-        "rollouts/scores/rewards.py",
         "for rollout in group.rollouts if rollout.failed is None]",
         "for rollout in group.rollouts]",
         "tests/training/test_tools_in_training.py::test_a_failed_environment_leaves_its_rollout_out_of_rewards_baseline_and_loss",
     ),
     Mutation(
         "an environment's reward has no weight",
-        "rollouts/scores/reward_functions.py",
         "*(1.0 for _ in own)",
         "*(0.0 for _ in own)",
         "tests/training/test_tools_in_training.py::test_an_environment_gives_its_reward_under_its_class_beside_the_functions",
     ),
     Mutation(
         "a prompt that does not show the tools",
-        "training/generate/rollouts/tools.py",
         "tools=[*own, *schemas],",
         "tools=[],",
         "tests/training/test_tools_in_training.py::test_prompts_show_the_tools",
     ),
     Mutation(
         "the prompt that an environment extended is not sent to the other ranks",
-        "rollouts/across_ranks/wire.py",
         "not np.array_equal(c.prompt_ids, p.ids)",
         "False",
         "tests/rollouts/test_wire.py",
     ),
     Mutation(
         "a turn that is sent back is encoded again",
-        "gateway/recording.py",
         "return joined([known.context_ids, known.turn_ids, found.ids])",
         "return extension.prompt((*known.messages, *new))",
         "tests/gateway/test_recording.py::TestConversations",
     ),
     Mutation(
         "a call goes on in a branch whose ids it does not begin with",
-        "gateway/recording.py",
         "np.array_equal(context[: len(ids)], ids)",
         "len(ids) > 0",
         "tests/gateway/test_recording.py::TestBranches",
     ),
     Mutation(
         "a turn that the agent wrote has a finish reason",
-        "gateway/recording.py",
         "*[None] * written",
         "",
         "tests/gateway/test_recording.py::TestConversations",
     ),
     Mutation(
         "attention over packs leaves out the cap of the scores",
-        "training/forward/attention/tree_attention.py",
         'kwargs.get("scaling"), kwargs.get("softcap")), None',
         'kwargs.get("scaling"), None), None',
         "tests/training/test_transformed_logits.py::test_scores_and_gradients_are_those_of_the_models_own_logits",
     ),
     Mutation(
         "attention by paths takes the result of a path's other rows",
-        "training/forward/attention/path_plan.py",
         "marks[chain.ancestors - first : chain.nodes - first] = True",
         "marks[: chain.nodes - chain.ancestors] = True",
         "tests/training/test_tree_attention.py::test_paths_compute_what_the_dense_mask_gives",
     ),
     Mutation(
         "attention by paths leaves out the gradient of a path's last key",
-        "training/forward/attention/path_attention.py",
         "used_until = call.columns.shape[1] - call.used[:, ::-1].argmax(1)",
         "used_until = call.columns.shape[1] - call.used[:, ::-1].argmax(1) - 1",
         "tests/training/test_tree_attention.py::test_paths_compute_what_the_dense_mask_gives",
     ),
     Mutation(
         "attention by paths leaves the results of several calls in the order of the calls",
-        "training/forward/attention/path_attention.py",
         "torch.cat(used).index_select(0, self.order)",
         "torch.cat(used)",
         "tests/training/test_tree_attention.py::test_paths_compute_what_the_dense_mask_gives",
     ),
     Mutation(
         "a GPU starts kernels block by block",
-        "training/forward/attention/path_plan.py",
         "if microseconds > microseconds_of(blocks):",
         "if True:",
         "tests/training/test_tree_attention.py::test_a_gpu_computes_usual_packs_in_few_calls_that_take_less_time_by_arithmetic",
     ),
     Mutation(
         "the backward in bf16 lets a row of a chain see the rows after it",
-        "training/forward/attention/half_backward.py",
         "shares[:, -hidden.shape[-1] :].masked_fill_(hidden.T.repeat_interleave(groups, 1), 0.0)",
         "pass",
         "tests/training/test_half_backward.py::test_without_rounding_the_gradients_are_those_of_the_dense_mask",
     ),
     Mutation(
         "the backward in bf16 rounds the logarithm of the denominators",
-        "training/forward/attention/half_backward.py",
         "rest -= found[..., column]",
         "rest.zero_()",
         "tests/training/test_half_backward.py::test_the_rounding_is_that_of_pytorchs_kernel_in_bf16",
     ),
     Mutation(
         "the backward in bf16 has queries that the forward did not round",
-        "training/forward/attention/block_attention.py",
         "part.bfloat16() for part in (query, key, value)",
         "part for part in (query, key, value)",
         "tests/training/test_half_backward.py::test_only_a_run_in_bf16_on_a_processor_with_fast_bf16_has_this_backward",
     ),
     Mutation(
         "groups with different prompts are joined to a pack beyond the budget",
-        "training/batch/pack_plan.py",
         "prompts[following] == prompts[start] == repeated[following]",
         "True",
         "tests/training/test_pack_plan.py",
     ),
     Mutation(
         "attention over plain rows leaves out the cap of the scores",
-        "training/forward/attention/tree_attention.py",
         "if not window and cap is not None:",
         "if False:",
         "tests/training/test_transformed_logits.py::test_a_cap_on_attention_is_that_of_the_models_own_definition",
     ),
     Mutation(
         "a required call counts as made although the turn has none",
-        "gateway/wishes.py",
         "not (self.call in called if self.call else called)",
         "self.call and self.call not in called",
         "tests/gateway/test_requests.py::TestWishes",
     ),
     Mutation(
         "a stop string of a call does not reach the engine",
-        "rollouts/conversation.py",
         "sampling = replace(sampling, stop=(*sampling.stop, *own))",
         "pass",
         "tests/gateway/test_recording.py::TestWishes",
     ),
     Mutation(
         "the proof of settings takes any stop string for one of the call",
-        "watch/settings.py",
         "stop[: -len(own)] if own and stop[-len(own) :] == own else stop",
         "self.wanted.stop",
         "tests/parity/test_user_settings.py",
     ),
     Mutation(
         "a part of a stop string is streamed",
-        "gateway/partial.py",
         "content = without_beginning(content, stop)",
         "pass",
         "tests/gateway/test_partial.py",
     ),
     Mutation(
         "the second of several answers has the name of the first",
-        "gateway/web.py",
         'name=f"{call.name} choice {i}"',
         "name=call.name",
         "tests/gateway/test_recording.py::TestWishes",
     ),
     Mutation(
         "greedy decoding is scored as sampling from the whole distribution",
-        "training/config/fields/filters.py",
         '"top_k": 1 if self.is_greedy else int(self.top_k)',
         '"top_k": int(self.top_k)',
         "tests/training/test_filter_fields.py",
     ),
     Mutation(
         "half of a character is streamed",
-        "gateway/partial.py",
         'return Partial(reasoning, _OPEN.sub("", content))',
         "return Partial(reasoning, content)",
         "tests/gateway/test_partial.py",
     ),
     Mutation(
         "the beginning of a tool call is streamed as text",
-        "gateway/partial.py",
         "content = text_before_calls(content, how.tool_format)",
         "pass",
         "tests/gateway/test_partial.py",
     ),
     Mutation(
         "the end of thinking is streamed as thinking",
-        "gateway/partial.py",
         'reasoning = _OPEN.sub("", without_beginning(reasoning, how.thinking[1]))',
         "pass",
         "tests/gateway/test_partial.py",
     ),
     Mutation(
         "text is streamed only when the turn is finished",
-        "engines/vllm/in_process.py",
         "partial=inbox.is_watched(request.key)",
         "partial=False",
         "tests/gateway/test_on_vllm.py::test_text_is_streamed_while_vllm_samples_and_the_ids_are_recorded_as_sampled",
     ),
     Mutation(
         "a turn that differs from its stream is taken for the answer",
-        "gateway/streams.py",
         "if not text.startswith(sent):",
         "if False:",
         "tests/gateway/test_web.py::TestStreams",
     ),
     Mutation(
         "a client's retry is sampled again",
-        "gateway/recording.py",
         "self._answers.get(call.name) if call.may_repeat else None",
         "None",
         "tests/gateway/test_recording.py::TestCallsThatDoNotEnd",
     ),
     Mutation(
         "the same messages again get the old answer",
-        "gateway/web.py",
         'may_repeat=count != "0")',
         "may_repeat=True)",
         "tests/gateway/test_recording.py::TestBranches::test_the_same_messages_again_are_another_sample",
     ),
     Mutation(
         "calls of one rollout run at once",
-        "gateway/recording.py",
         "async with self._turn:",
         "async with asyncio.Lock():",
         "tests/gateway/test_recording.py::TestCallsThatDoNotEnd",
     ),
     Mutation(
         "an error of the engine is the agent's alone",
-        "gateway/recording.py",
         "            if not self.failure.done():\n                self.failure.set_exception(error)\n",
         "",
         "tests/gateway/test_recording.py::TestTools::test_tools_that_the_template_does_not_show_stop_the_run",
     ),
     Mutation(
         "a rollout answers after its end",
-        "gateway/web.py",
         "self._rollouts.pop(_digest(key), None) is not None:",
         "self._rollouts.get(_digest(key)) is None:",
         "tests/gateway/test_web.py::TestKeys",
     ),
     Mutation(
         "a call at the end of its rollout stays open",
-        "gateway/recording.py",
         "            task.cancel()\n",
         "            pass\n",
         "tests/gateway/test_recording.py::TestCallsThatDoNotEnd::test_a_call_that_is_open_at_the_agents_end_is_cancelled",
+        within="end",
     ),
     Mutation(
         "other tools do not make another conversation",
-        "gateway/joining.py",
         "hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)",
         "hashlib.blake2b(digest_size=16)",
         "tests/gateway/test_requests.py",
     ),
     Mutation(
         "two messages are told apart only by their texts together",
-        "gateway/joining.py",
         'state.update(len(text).to_bytes(8, "big") + text)',
         "state.update(text[:1])",
         "tests/gateway/test_requests.py",
     ),
-    Mutation(
-        "another temperature is accepted",
-        "gateway/parameters.py",
-        "or value != ours:",
-        "or False:",
-        "tests/gateway/test_requests.py",
-    ),
+    Mutation("another temperature is accepted", "or value != ours:", "or False:", "tests/gateway/test_requests.py"),
     Mutation(
         "a field that nobody knows is accepted",
-        "gateway/parameters.py",
         "elif name not in _ONLY:",
         "elif name not in _ONLY and False:",
         "tests/gateway/test_requests.py",
     ),
     Mutation(
         "any key opens a rollout",
-        "gateway/web.py",
         "rollout, is_ended = self._rollouts.get(digest), digest in self._ended",
         "rollout, is_ended = next(iter(self._rollouts.values()), None), digest in self._ended",
         "tests/gateway/test_web.py::TestKeys",
     ),
     Mutation(
-        "a body of any size is read",
-        "gateway/web.py",
-        "if size > LARGEST_BODY:",
-        "if False:",
-        "tests/gateway/test_web.py::TestRefusals",
+        "a body of any size is read", "if size > LARGEST_BODY:", "if False:", "tests/gateway/test_web.py::TestRefusals"
     ),
     Mutation(
         "a call whose client is gone goes on",
-        "gateway/web.py",
         "        except BaseException:\n            future.cancel()\n            raise\n",
         "        except BaseException:\n            raise\n",
         "tests/gateway/test_web.py::TestClientsThatGoAway",
     ),
     Mutation(
         "an agent that returns after its run has ended raises in its thread",
-        "gateway/agents.py",
         "    found.set_running_or_notify_cancel()\n",
         "",
         "tests/gateway/test_agents.py::TestFunctions",
     ),
     Mutation(
         "an agent gets the key of the engine's server",
-        "gateway/agents.py",
         "**for_users_code(), BASE_URL",
         "**os.environ, BASE_URL",
         "tests/gateway/test_agents.py::TestCommands",
     ),
     Mutation(
         "what a command started goes on after it",
-        "kill_at_exit.py",
         "    with suppress(ProcessLookupError):\n        os.killpg",
         "    with suppress(ProcessLookupError):\n        os.kill",
         "tests/gateway/test_agents.py::TestCommands",
     ),
     Mutation(
         "the digest of a picture leaves its pixels out",
-        "images/pictures.py",
         "content.update(self.pixel_values.numpy().tobytes())",
         "content.update(b'')",
         f"{READING}::test_equal_pixels_have_equal_digests_and_other_pixels_or_grids_others",
     ),
     Mutation(
         "positions after a picture count its tokens",
-        "images/pictures.py",
         "after = np.arange(known.shape[1], length) + self.delta",
         "after = np.arange(known.shape[1], length)",
         f"{READING}::test_positions_after_the_prompt_are_those_of_the_models_own_function",
     ),
     Mutation(
         "the template's placeholder stays beside the ids that stand for its picture",
-        "tokens/picture_ids.py",
         "for part in (own.ids, piece[1:])",
         "for part in (own.ids, piece)",
         f"{READING}::test_placeholders_stand_once_per_token_of_each_picture",
     ),
     Mutation(
         "a URL is taken for a file",
-        "images/urls.py",
         'isinstance(image, str) and "://" in image',
         "False and image",
         f"{READING}::test_what_is_no_picture_is_refused",
     ),
     Mutation(
         "a part of a path allows what begins like it",
-        "images/urls.py",
         'path.startswith(begin + "/")',
         "path.startswith(begin)",
         f"{PICTURE_URLS}::test_all_other_urls_are_refused_and_nothing_secret_is_shown",
     ),
     Mutation(
         "dots of a path that are encoded twice are not seen",
-        "images/urls.py",
         "while (decoded := unquote(path)) != path:",
         "if (decoded := unquote(path)) != path:",
         f"{PICTURE_URLS}::test_all_other_urls_are_refused_and_nothing_secret_is_shown",
     ),
     Mutation(
         "a redirect may lead anywhere",
-        "images/urls.py",
         'url = self.check(str(url.join(answer.headers["location"])))',
         'url = url.join(answer.headers["location"])',
         f"{PICTURE_URLS}::test_a_redirect_must_be_allowed_too",
     ),
     Mutation(
         "a run fetches a picture again where it needs it",
-        "training/data/prompts.py",
         "row = images.with_files(row)",
         "row = dict(row)",
         f"{PICTURE_URLS}::test_a_run_learns_from_the_bytes_that_it_fetched_once",
     ),
     Mutation(
         "a call with another picture continues the branch of equal ids",
-        "gateway/recording.py",
         "np.array_equal(context[: len(ids)], ids) and digests == own",
         "np.array_equal(context[: len(ids)], ids) and len(own) >= 0",
         f"{AGENT_PICTURES}::test_the_rows_ids_with_another_picture_are_another_branch",
     ),
     Mutation(
         "an agent may name files of the trainer's machine",
-        "gateway/messages.py",
         "if not isinstance(url, str) or not (is_data_url(url) or is_url(url)):",
         "if not isinstance(url, str):",
         f"{AGENT_PICTURES}::test_what_cannot_be_shown_is_an_error_for_the_agent",
     ),
     Mutation(
         "the limit on pictures does not count those of earlier turns",
-        "rollouts/programs/tool_program.py",
         "self._images.check_count(count + result.content.pictures)",
         "self._images.check_count(result.content.pictures)",
         f"{PICTURE_TURNS}::test_a_result_with_more_pictures_than_the_limit_is_an_error_for_the_model",
     ),
     Mutation(
         "a branch may leave out the last token of a turn that was cut",
-        CONTINUATION,
         "(len(own_ids) > end and int(own_ids[-1]) in self._end_ids)",
         "1",
         f"{EXTENSION_TESTS}::test_the_last_token_of_a_turn_that_was_cut_may_be_neither_left_out_nor_another",
     ),
     Mutation(
         "the ids of a result stand for the pictures of the whole conversation",
-        "tokens/conversation/continuation.py",
         "suffix = self.template.ids(text[turn_end:], pictures_in(new_messages))",
         "suffix = self.template.ids(text[turn_end:], pictures[: len(pictures_in(new_messages))])",
         f"{VISION_TEMPLATES}::test_a_result_with_pictures_continues_the_ids_of_the_whole_conversation",
     ),
     Mutation(
         "a branch has the pictures of the new messages alone",
-        "tokens/conversation/continuation.py",
         "pictures = pictures_in([*messages, *new_messages])",
         "pictures = pictures_in(messages)",
         f"{VISION_TEMPLATES}::test_a_branch_has_the_pictures_of_all_messages",
     ),
     Mutation(
         "text as content is left out by templates that take parts only",
-        "tokens/conversation/template.py",
         "self._takes_parts = not self._shows_text() and self._shows_text(in_parts=True)",
         "self._takes_parts = False",
         f"{VISION_TEMPLATES}::test_text_of_messages_is_shown_also_by_templates_that_take_parts_only",
     ),
     Mutation(
         "a turn has the pictures of the first turn",
-        "rollouts/conversation.py",
         "pictures=self.turns[-1].answer.pictures,",
         "pictures=self.turns[0].answer.pictures,",
         f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
     ),
     Mutation(
         "a rollout may show other pictures than the engine was sent",
-        "rollouts/record.py",
         "seen = request.pictures.digests if request.pictures is not None else ()",
         "seen = answer.pictures and () or ()",
         f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
     ),
     Mutation(
         "a branch may have placeholders without their pictures",
-        "rollouts/conversation.py",
         "if pictures is None and own is not None and (ids == own.placeholder).any():",
         "if False:",
         f"{PICTURE_TURNS}::test_a_branch_without_the_pictures_of_its_ids_is_refused",
     ),
     Mutation(
         "positions are those of the first picture's text",
-        "images/prompts.py",
         "positions, delta = self._model.base_model.get_rope_index(row, mm_token_type_ids=marks, image_grid_thw=grids)",
         "positions, delta = torch.arange(len(ids)).expand(3, 1, -1), 0",
         f"{PICTURE_TURNS}::test_results_with_pictures_are_proven_turn_by_turn[qwen2_5_vl]",
     ),
     Mutation(
         "a ban of one token counts the ids of one call",
-        "engines/filters/distribution.py",
         "several = any(len(word) > 1 for word in self.bad_words)",
         "several = bool(self.bad_words)",
         f"{PICTURE_TURNS}::test_a_prompt_with_pictures_goes_on_with_text_and_after_an_interruption",
     ),
     Mutation(
         "an address of the network gets into the report",
-        "report/page/pictures.py",
         "isinstance(url, str) and _INLINE.fullmatch(url)",
         "True",
         "tests/images/test_images_recipe.py::test_nothing_but_an_inline_picture_gets_into_the_page",
     ),
     Mutation(
         "equal questions on different pictures are one row of the report",
-        "report/page/rollouts.py",
         'return (str(entry["prompt"]), *map(str, entry.get("images") or ()))',
         'return (str(entry["prompt"]),)',
         "tests/images/test_images_recipe.py::test_equal_questions_on_different_pictures_are_different_rows",
     ),
     Mutation(
         "two pictures are one path of the tree",
-        "training/batch/pictures.py",
         "number = _FIRST + self._starts[picture.digest]",
         "number = _FIRST",
         f"{PICTURE_PACKS}::test_equal_ids_with_other_pictures_are_other_nodes",
     ),
     Mutation(
         "a pack's placeholders are filled in the order of its pictures instead of its nodes",
-        "training/forward/pictures.py",
         "found.pooler_output = (torch.cat(tuple(found.pooler_output))[rows],)",
         "found.pooler_output = (torch.cat(tuple(found.pooler_output))[rows.sort().values],)",
         f"{PICTURE_PACKS}::test_packs_score_and_learn_like_plain_rows",
     ),
     Mutation(
         "the vectors of tiles are in the order of the pictures instead of the nodes",
-        "training/forward/pictures.py",
         "parts.flatten(0, 1)[rows].unflatten",
         "parts.flatten(0, 1)[rows.sort().values].unflatten",
         f"{PICTURE_PACKS}::test_packs_score_and_learn_like_plain_rows",
     ),
     Mutation(
         "the vectors for deeper layers are in the order of the pictures instead of the nodes",
-        "training/forward/pictures.py",
         "[(torch.cat(tuple(parts))[rows],) for parts in layers]",
         "[(torch.cat(tuple(parts))[rows.sort().values],) for parts in layers]",
         f"{PICTURE_PACKS}::test_packs_score_and_learn_like_plain_rows",
     ),
     Mutation(
         "a question on another picture counts as one that was trained on",
-        "watch/rewards.py",
         "() if prompt.pictures is None else prompt.pictures.digests",
         "()",
         f"{PICTURE_RUNS}::test_a_question_on_another_picture_is_held_out",
     ),
     Mutation(
         "no new line stands between two rows of tiles",
-        "images/processing.py",
         "self._newline if row < rows else self._newlines",
         "[] if row < rows else self._newlines",
         "tests/images/test_families.py::test_the_ids_of_tiles_are_those_of_smolvlms_own_text",
     ),
     Mutation(
         "a tile of zeros is shown to the model",
-        "images/processing.py",
         "padded or not bool(pixels.flatten(1).any(1).all())",
         "padded",
         "tests/images/test_families.py::test_a_tile_that_the_model_would_take_for_padding_is_refused",
     ),
     Mutation(
         "placeholders may be sampled",
-        "training/config/sampling.py",
         "*((token,) for token in banned_ids)",
         "",
         f"{PICTURE_RUNS}::test_placeholders_are_banned_on_both_sides",
     ),
     Mutation(
         "a completion may have a placeholder",
-        "training/batch/pictures.py",
         "if (sequence.sampled_ids == placeholder).any():",
         "if False:",
         f"{PICTURE_RUNS}::test_a_placeholder_that_an_engine_samples_all_the_same_is_found",
     ),
     Mutation(
         "an answer after other pictures is taken",
-        "engines/answers.py",
         "if asked != used:",
         "if False:",
         f"{PICTURE_RUNS}::test_an_answer_after_the_pictures_of_another_request_is_refused",
     ),
     Mutation(
         "a worker of a server may encode other pixels than were sent",
-        SENT_PICTURES[0],
         "if found != {picture.digest}:",
         "if picture.digest not in found:",
-        f"{SENT_PICTURES[1]}::test_no_worker_may_have_encoded_anything_else_than_what_was_sent",
+        f"{SENT_PICTURES}::test_no_worker_may_have_encoded_anything_else_than_what_was_sent",
     ),
     Mutation(
         "a server may put pictures into other places of a prompt",
-        SENT_PICTURES[0],
         "if found != expected:",
         "if found.keys() != expected.keys():",
-        f"{SENT_PICTURES[1]}::test_pictures_must_be_at_the_places_for_which_they_were_sent",
+        f"{SENT_PICTURES}::test_pictures_must_be_at_the_places_for_which_they_were_sent",
     ),
     Mutation(
         "pictures are counted on that the server may have dropped",
-        SENT_PICTURES[0],
         "self._held.move_to_end(picture.digest)",
         "pass",
-        f"{SENT_PICTURES[1]}::test_half_of_the_servers_cache_is_counted_on_and_what_was_used_last_stays",
+        f"{SENT_PICTURES}::test_half_of_the_servers_cache_is_counted_on_and_what_was_used_last_stays",
     ),
     Mutation(
         "an engine may normalise pixels a second time",
-        HANDSHAKE[0],
         'must("mm_device_do_normalize", actual.normalises_pixels, False)',
         "pass",
-        HANDSHAKE[1],
+        RECEIPT,
     ),
     Mutation(
         "a reward function without **kwargs gets no advice",
-        "rollouts/scores/rewards.py",
         "    elif isinstance(error, TypeError):",
         "    elif isinstance(error, KeyError):",
         "tests/rollouts/test_rewards.py::test_a_function_whose_parameters_do_not_fit_gets_advice",
     ),
     Mutation(
         "a coroutine that sets a signal is told of another cause",
-        "rollouts/scores/rewards.py",
         "    if is_coroutine_function(function):\n        return (",
         "    if False:\n        return (",
         "tests/rollouts/test_rewards.py::test_where_math_verify_cannot_set_its_time_limit_the_setting_is_named",
     ),
     Mutation(
         "a rank waits for rank 0 without a word",
-        "training/config/launcher.py",
         "rank 0 to answer at {host}:{port} (MASTER_ADDR, MASTER_PORT)",
         "an answer",
         "tests/training/test_launcher.py::test_a_rank_says_that_it_waits_for_rank_0_and_does_so_no_longer_than_its_limit",
     ),
     Mutation(
         "a refusal of another micro-batch does not name token_budget",
-        "run/files/run_identity.py",
         "[name for name in changed if name in _SIZES]",
         "[]",
         "tests/training/test_checkpoints_and_directory.py::test_an_interrupted_run_goes_on_only_with_the_same_settings",
     ),
     Mutation(
         "what a library builds from a mapping is built after the model is loaded",
-        "training/config/built_once.py",
         "            build(given)",
         "            pass",
         "tests/training/test_built_once.py",
     ),
     Mutation(
         "a schedule by metric is never stepped before the model is loaded",
-        "training/config/contradictions.py",
         "            else _reduced(name, given)",
         "            else []",
         "tests/training/test_built_once.py",
     ),
     Mutation(
         "a resumed run renders its templates with the time of now",
-        "run/files/run_clock.py",
         "            return TemplateClock(moment, is_earlier=True)",
         "            return TemplateClock(datetime.now(), is_earlier=True)",
         "tests/training/test_proven_resume.py::test_a_resumed_run_renders_with_the_time_of_its_first_start",
     ),
     Mutation(
         "the prompts of a run have one time",
-        "training/config/online_config.py",
         "{NAME_IN_TEMPLATES: self.template_clock.strftime_now, **(given or {})}",
         "{**(given or {})}",
         "tests/training/test_proven_resume.py::test_a_resumed_run_renders_with_the_time_of_its_first_start",
     ),
     Mutation(
         "the receipt's digest of the data leaves pictures out",
-        "watch/inputs.py",
         'digest.update("".join(row.pictures.digests).encode())',
         "digest.update(b'')",
         f"{PICTURE_RUNS}::test_the_receipt_depends_on_the_pixels",
     ),
     Mutation(
         "an expert's projection is sent as its neighbour's",
-        "models/checkpoint_names.py",
         "narrow(0, part.start, part.rows)",
         "narrow(0, max(part.start - part.rows, 0), part.rows)",
         EXPERTS,
     ),
     Mutation(
         "experts in another order are taken as they lie",
-        "models/checkpoint_names.py",
         "if not torch.equal(row_numbers, torch.arange(int(row_numbers[0]), int(row_numbers[0]) + len(row_numbers))):",
         "if False:",
         EXPERTS,
     ),
     Mutation(
         "the probe of an engine's experts asks the first one only",
-        "engines/transformers_probe.py",
         "return module(inputs, chosen,",
         "return module(inputs, 0 * chosen,",
         EXPERTS,
     ),
     Mutation(
         "all tiles of a picture go to vLLM as one picture",
-        "images/pictures.py",
         "for tile in self.pixel_values.split(1))",
         "for tile in (self.pixel_values,))",
-        f"{SENT_PICTURES[1]}::test_each_tile_is_a_picture_whose_placeholders_stand_side_by_side",
+        f"{SENT_PICTURES}::test_each_tile_is_a_picture_whose_placeholders_stand_side_by_side",
     ),
     Mutation(
         "other ids may stand between the placeholders of what vLLM takes for one picture",
-        "engines/vllm/requests/pictures.py",
         "if any(own[-1] - own[0] >= len(own) for own in pieces.places_of_each):",
         "if False:",
-        f"{SENT_PICTURES[1]}::test_each_tile_is_a_picture_whose_placeholders_stand_side_by_side",
+        f"{SENT_PICTURES}::test_each_tile_is_a_picture_whose_placeholders_stand_side_by_side",
     ),
     Mutation(
         "a padded tile counts as the tile that was sent",
-        "engines/vllm/requests/pictures.py",
         "return piece if is_ours else None",
         "return piece",
-        f"{SENT_PICTURES[1]}::test_a_worker_records_the_digest_of_what_it_encodes_and_nothing_of_other_programs",
+        f"{SENT_PICTURES}::test_a_worker_records_the_digest_of_what_it_encodes_and_nothing_of_other_programs",
     ),
     Mutation(
         "a rank in TRL's tool loop waits for the other ranks",
-        "integrations/trl.py",
         "if self._lone is not None and num_generations == 1:",
         "if False:",
         "tests/integrations/test_trl_ranks.py::test_ranks_leave_a_tool_loop_after_different_numbers_of_calls",
     ),
     Mutation(
         "TRL's generation object asks without the images",
-        "integrations/proven_engine.py",
         "request_seed(seed, version, key), pictures)",
         "request_seed(seed, version, key))",
         "tests/integrations/test_trl_images.py::test_trls_trainer_learns_from_images",
     ),
     Mutation(
         "images of TRL need not be those of the ids",
-        "integrations/trl_pictures.py",
         "if found != due:",
         "if False:",
         "tests/integrations/test_trl_images.py::test_images_that_are_not_those_of_the_ids_are_refused",
+        within="_check",
     ),
     Mutation(
         "a picture of TRL may change on its way",
-        "integrations/trl_pictures.py",
         "if any(picture.digest != digest for digest, picture in pictures.items()):",
         "if False:",
         "tests/integrations/test_trl_images.py::test_each_picture_goes_to_the_rank_with_the_engine_once_and_unchanged",
     ),
     Mutation(
         "a picture may change on its way to another rank",
-        "rollouts/across_ranks/pictures_wire.py",
         "known[picture.digest] = picture",
         'known.update(dict.fromkeys((d for shown in data["others"] for d in shown["digests"]), picture))',
-        f"{WIRE[1]}::test_pictures_that_do_not_arrive_as_they_were_sent_are_refused",
+        f"{WIRE}::test_pictures_that_do_not_arrive_as_they_were_sent_are_refused",
     ),
     Mutation(
         "a completion of another rank may lose its pictures",
-        "rollouts/across_ranks/pictures_wire.py",
         "if place == _OWN and own is None:",
         "if False:",
-        f"{WIRE[1]}::test_pictures_that_do_not_arrive_as_they_were_sent_are_refused",
+        f"{WIRE}::test_pictures_that_do_not_arrive_as_they_were_sent_are_refused",
     ),
     Mutation(
         "every completion of another rank is taken to have seen the pictures of its prompt",
-        "rollouts/across_ranks/pictures_wire.py",
         "(shown is own or _equal(shown, own))",
         "True",
-        f"{WIRE[1]}::test_each_completion_finds_the_pictures_of_its_prompt_and_only_others_are_sent",
+        f"{WIRE}::test_each_completion_finds_the_pictures_of_its_prompt_and_only_others_are_sent",
     ),
     Mutation(
         "ranks may read other pixels",
-        "training/data/prompts.py",
         'digest.update("".join(prompt.pictures.digests).encode())',
         "pass",
         f"{PICTURE_RUNS}::test_ranks_that_read_other_pixels_have_other_prompts",
     ),
     Mutation(
         "the trainer learns from the pixels that an engine hands back",
-        "engines/inbox.py",
         "completion = replace(completion, pictures=request.pictures)",
         "pass",
         "tests/images/test_pictures_verified.py::test_every_fault_of_pictures_is_caught",
     ),
     Mutation(
         "a single row is scored without its pictures where only the temperature is set",
-        "watch/rescoring.py",
         "distribution.sampling.temperature, precision, pictures)",
         "distribution.sampling.temperature, precision, None)",
         f"{PICTURE_PACKS}::test_a_single_row_is_scored_with_its_pictures",
     ),
     Mutation(
         "a frozen vision tower learns",
-        "training/forward/policy.py",
         "part.requires_grad_(False)",
         "part.requires_grad_(True)",
         "tests/images/test_adapters_with_pictures.py::test_a_frozen_tower_stays_and_the_language_part_learns",
+        within="_freeze_vision_tower",
     ),
     Mutation(
         "the projector of a frozen tower learns",
-        "models/vision.py",
         "return [trunk.vision_model, trunk.connector]",
         "return [trunk.vision_model]",
         "tests/images/test_adapters_with_pictures.py::test_a_frozen_tower_stays_and_the_language_part_learns",
     ),
     Mutation(
         "max_pixels does not reach the image processor",
-        "images/limits.py",
         '"longest_edge": int(high)}',
         '"longest_edge": processor.size["longest_edge"]}',
         PICTURE_LIMITS,
     ),
     Mutation(
         "a picture may have more tiles than max_pixels allows",
-        "images/limits.py",
         "math.isqrt(self.max_pixels) // side",
         "math.isqrt(self.max_pixels) // side + 1",
         PICTURE_LIMITS,
     ),
     Mutation(
         "limit_mm_per_prompt allows one picture more",
-        "images/limits.py",
         "count > self.per_prompt:",
         "count > self.per_prompt + 1:",
         PICTURE_LIMITS,
     ),
     Mutation(
         "values of sampled ids land on inserted ones in kept rollouts",
-        KEPT_ROLLOUTS[0],
         "whole[branch.sampled] = own",
         "whole[: len(own)] = own",
-        f"{KEPT_ROLLOUTS[1]}::test_inserted_ids_have_zeros_and_each_branch_has_its_own_turns",
+        f"{KEPT_ROLLOUTS}::test_inserted_ids_have_zeros_and_each_branch_has_its_own_turns",
     ),
     Mutation(
         "the first steps of kept rollouts go first",
-        KEPT_ROLLOUTS[0],
         "files.pop(1 + min(",
         "files.pop(0 + min(",
-        f"{KEPT_ROLLOUTS[1]}::test_over_the_limit_the_first_the_last_and_evenly_spread_files_stay",
+        f"{KEPT_ROLLOUTS}::test_over_the_limit_the_first_the_last_and_evenly_spread_files_stay",
     ),
     Mutation(
         "a write that fails leaves a part of a file of rollouts",
-        "files.py",
         "            beside.unlink(missing_ok=True)\n        raise",
         "            pass\n        raise",
-        f"{KEPT_ROLLOUTS[1]}::test_a_write_that_fails_leaves_no_part_of_a_file",
+        f"{KEPT_ROLLOUTS}::test_a_write_that_fails_leaves_no_part_of_a_file",
     ),
     Mutation(
         "the engine's log-probs are kept as the trainer's",
-        "training/step/update_sums.py",
         "sums.logps += [(batch.sequences, batch.old_logps) for batch, _ in packs]",
         "sums.logps += [(batch.sequences, batch.behaviour_logps) for batch, _ in packs]",
-        f"{KEPT_ROLLOUTS[1]}::test_the_trainers_log_probs_are_those_of_the_weights_that_sampled",
+        f"{KEPT_ROLLOUTS}::test_the_trainers_log_probs_are_those_of_the_weights_that_sampled",
     ),
     Mutation(
         "a failed run leaves no word about it",
-        RUN_FILES[0],
         "if self._failure is not error and self._trainer.ranks.owner:",
         "if False:",
-        f"{RUN_FILES[1]}::test_a_failed_proof_leaves_its_report_and_its_rollouts",
+        f"{RUN_FILES}::test_a_failed_proof_leaves_its_report_and_its_rollouts",
     ),
     Mutation(
         "the rollouts on which a proof has failed are not kept",
-        RUN_FILES[0],
         "self._keep_generation(failed=isinstance(error, ProofError))",
         "pass",
-        f"{RUN_FILES[1]}::test_a_failed_proof_leaves_its_report_and_its_rollouts",
+        f"{RUN_FILES}::test_a_failed_proof_leaves_its_report_and_its_rollouts",
     ),
     Mutation(
         "lines of an earlier run stay in the metrics",
-        RUN_FILES[0],
         "for name in (METRICS, SHOWN):",
         "for name in (SHOWN,):",
-        f"{RUN_FILES[1]}::test_a_script_leaves_the_files_of_the_command_line",
+        f"{RUN_FILES}::test_a_script_leaves_the_files_of_the_command_line",
     ),
-    Mutation(
-        "texts are markup in the report",
-        "report/page/markup.py",
-        "return super().escape(",
-        "return cls(",
-        SAFE,
-    ),
+    Mutation("texts are markup in the report", "return super().escape(", "return cls(", SAFE),
     Mutation(
         "the best score of a group has the color of the worst",
-        "report/page/rollouts.py",
         "sum(r < reward for r in given)",
         "sum(r > reward for r in given)",
         f"{PAGE}::test_scores_are_colored_by_rank_within_their_group",
     ),
     Mutation(
         "a finished run with unproven steps is called good",
-        "report/page/report.py",
         "if unproven or not proven:",
         "if not proven:",
         f"{PAGE}::test_a_finished_run_with_unproven_steps_is_not_called_good",
     ),
     Mutation(
         "a curve loses its peaks",
-        "report/page/svg.py",
         "{min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}",
         "{min(part, key=lambda p: p[1])}",
         f"{PAGE}::test_curves_keep_their_peaks_and_draw_limits",
     ),
     Mutation(
         "a report may be larger than a megabyte",
-        "report/page/report.py",
         "if len(page.encode()) < LARGEST:",
         "if True:",
         f"{PAGE}::test_a_page_of_a_long_run_with_long_rollouts_is_below_a_megabyte",
     ),
     Mutation(
         "text of a model is markup in TensorBoard",
-        "run/files/completion_tables.py",
         'for sign in "|*_`[]#~":',
         'for sign in "":',
         "tests/training/test_completion_log.py::test_a_table_has_trls_columns_and_its_text_is_no_markup",
     ),
-    Mutation(
-        "an audit forgets that inserted ids are nobody's",
-        "audit/evidence.py",
-        "if rollout.sampled[place + i]]",
-        "]",
-        AUDIT,
-    ),
+    Mutation("an audit forgets that inserted ids are nobody's", "if rollout.sampled[place + i]]", "]", AUDIT),
     Mutation(
         "an audit takes the log-probs of OpenRLHF one place too late",
-        "audit/dumps.py",
         "np.concatenate([[0.0], found]) if len(found) == tokens - 1 else found",
         "np.concatenate([found, [0.0]]) if len(found) == tokens - 1 else found",
         AUDIT,
     ),
     Mutation(
         "an audit makes the sums of the draws proof for every hypothesis",
-        "audit/evidence.py",
         "if draws and not name:",
         "if not name:",
         AUDIT,
     ),
     Mutation(
         "an audit compares a server at the stated temperature",
-        "audit/findings.py",
         "{_PLAIN: replace(suspects.stated, sampling=Sampling(1))}",
         "{_PLAIN: suspects.stated}",
         AUDIT,
     ),
-    Mutation(
-        "an audit lets equal rollouts pass",
-        "audit/findings.py",
-        "if twin is not None:",
-        "if False:",
-        AUDIT,
-    ),
+    Mutation("an audit lets equal rollouts pass", "if twin is not None:", "if False:", AUDIT),
     Mutation(
         "a sharded model stays gathered after a forward, so that a push reads weights of before the step",
-        SHARDS[0],
         "        self.weights.end()",
         "        pass",
-        SHARDS[1],
+        SHARDS,
     ),
     Mutation(
         "a gathered parameter is not noticed",
-        SHARDS[0],
         "now.get(name) is not p or not is_sharded(p)",
         "False",
-        f"{SHARDS[1]}::test_a_model_that_is_left_gathered_is_refused",
+        f"{SHARDS}::test_a_model_that_is_left_gathered_is_refused",
     ),
     Mutation(
         "the gradients of a sharded model are divided by the number of ranks",
-        "shards/fsdp.py",
         "            unit.set_gradient_divide_factor(1.0)",
         "            unit.set_gradient_divide_factor(2.0)",
-        f"{SHARDS[1]}::test_forward_and_gradients_are_those_of_the_whole_model",
+        f"{SHARDS}::test_forward_and_gradients_are_those_of_the_whole_model",
     ),
     Mutation(
         "after a failure between forward and backward, the other ranks wait for the backward",
-        SHARDS[0],
         "                (self._hidden.sum() * 0.0).backward()",
         "                pass",
-        f"{SHARDS[1]}::test_a_failure_leaves_nothing_gathered",
+        f"{SHARDS}::test_a_failure_leaves_nothing_gathered",
     ),
     Mutation(
         "the hooks of the accumulation proof see the reduced gradient of a sharded model",
-        "watch/accumulation.py",
         "self._hooked = [gathered(p) for p in self._parameters]",
         "self._hooked = list(self._parameters)",
-        f"{SHARDS[1]}::test_what_a_backward_adds_is_compared_with_the_gradient",
+        f"{SHARDS}::test_what_a_backward_adds_is_compared_with_the_gradient",
     ),
     Mutation(
         "accelerate wraps the model a second time",
-        "shards/settings.py",
         "environment.pop(_SWITCH, None) is not None",
         "_SWITCH in environment",
         "tests/shards/test_shard_settings.py",
+        within="take_settings",
     ),
     Mutation(
         "FSDP1 is taken for FSDP2",
-        "shards/settings.py",
         'if version != "2":',
         'if version not in ("1", "2"):',
         "tests/shards/test_shard_settings.py",
     ),
     Mutation(
         "DeepSpeed's layers stay whole from their forward to their backward",
-        ZERO[0],
         "            group.free()\n            for tensor",
         "            for tensor",
-        ZERO[1],
+        ZERO,
     ),
     Mutation(
         "frozen weights get gradients with DeepSpeed",
-        ZERO[0],
         "[weight for weight in self._weights if weight.part.requires_grad]",
         "list(self._weights)",
-        f"{ZERO[1]}::test_frozen_weights_get_no_gradient_and_are_not_reduced",
+        f"{ZERO}::test_frozen_weights_get_no_gradient_and_are_not_reduced",
     ),
     Mutation(
         "with DeepSpeed a head that is trained alone learns nothing",
-        ZERO[0],
         "                tensor.register_hook(self._note_backward)",
         "                pass",
-        f"{ZERO[1]}::test_frozen_weights_get_no_gradient_and_are_not_reduced",
+        f"{ZERO}::test_frozen_weights_get_no_gradient_and_are_not_reduced",
     ),
     Mutation(
         "with DeepSpeed a second backward replaces the gradient of the first",
-        ZERO[0],
         "local_part(self.part.grad).add_(reduced)",
         "local_part(self.part.grad).copy_(reduced)",
-        f"{SHARDS[1]}::test_the_gradients_of_two_backwards_are_added",
+        f"{SHARDS}::test_the_gradients_of_two_backwards_are_added",
     ),
     Mutation(
         "model.to gives parameters other memory than DeepSpeed's partitions",
-        ZERO[0],
         'vars(model)["_apply"] =',
         'vars(model)["_lockstep_unused"] =',
-        f"{SHARDS[1]}::test_a_model_that_is_moved_keeps_its_parts",
+        f"{SHARDS}::test_a_model_that_is_moved_keeps_its_parts",
     ),
     Mutation(
         "parameters with other memory than DeepSpeed's partitions are not noticed",
-        ZERO[0],
         "return local_part(self.part).data_ptr() in (0, deepspeed_parts.part_of(self.source).data_ptr())",
         "return True",
-        f"{SHARDS[1]}::test_a_parameter_whose_memory_is_no_longer_the_partition_is_refused",
+        f"{SHARDS}::test_a_parameter_whose_memory_is_no_longer_the_partition_is_refused",
     ),
     Mutation(
         "with DeepSpeed the recomputation of a layer frees its weights before the backward",
-        ZERO[0],
         "            if group.in_backward:\n                return",
         "            if group.in_backward:\n                pass",
-        f"{SHARDS[1]}::test_gradient_checkpointing_changes_no_gradient {ZERO[1]}",
+        f"{SHARDS}::test_gradient_checkpointing_changes_no_gradient {ZERO}",
     ),
     Mutation(
         "DeepSpeed unties embeddings and head",
-        ZERO[0],
         "places[id(p)].append((module, name))",
         "places[id(p)] = [(module, name)]",
-        f"{SHARDS[1]}::test_forward_and_gradients_are_those_of_the_whole_model",
+        f"{SHARDS}::test_forward_and_gradients_are_those_of_the_whole_model",
     ),
     Mutation(
         "DeepSpeed's gradients are averaged",
-        "shards/zero/deepspeed_parts.py",
         "    comm.reduce_scatter_fn(found, summands, group=group)\n",
         "    comm.reduce_scatter_fn(found, summands / 2, group=group)\n",
-        f"{SHARDS[1]}::test_forward_and_gradients_are_those_of_the_whole_model",
+        f"{SHARDS}::test_forward_and_gradients_are_those_of_the_whole_model",
     ),
     Mutation(
         "DeepSpeed replaces torch's linear layer in the whole process",
-        "shards/zero/deepspeed_parts.py",
         "        mem_efficient_linear=False,",
         "        mem_efficient_linear=True,",
-        f"{ZERO[1]}::test_deepspeed_s_kernels_and_its_own_linear_layer_are_left_out",
+        f"{ZERO}::test_deepspeed_s_kernels_and_its_own_linear_layer_are_left_out",
     ),
     Mutation(
         "ZeRO-2 is taken for ZeRO-3",
-        ZERO_SETTINGS[0],
         "return _stage(self.found) == 3",
         "return _stage(self.found) in (2, 3)",
-        ZERO_SETTINGS[1],
+        ZERO_SETTINGS,
     ),
     Mutation(
         "a DeepSpeed configuration with another learning rate is taken",
-        ZERO_SETTINGS[0],
         'if given != "auto" and (',
         'if given != "auto" and name != "optimizer.params.lr" and (',
-        ZERO_SETTINGS[1],
+        ZERO_SETTINGS,
     ),
     Mutation(
         "accelerate's own DeepSpeed plugin stays on",
-        ZERO_SETTINGS[0],
         "environment.pop(_SWITCH, None) is not None",
         "_SWITCH in environment",
-        ZERO_SETTINGS[1],
+        ZERO_SETTINGS,
+        within="take_zero_settings",
     ),
     Mutation(
         "DeepSpeed's offload to host memory is taken, and does nothing",
-        ZERO_SETTINGS[0],
         'not in ("none", ""):',
         'not in ("none", "cpu", "nvme", ""):',
-        ZERO_SETTINGS[1],
+        ZERO_SETTINGS,
     ),
     Mutation(
         "a section of DeepSpeed that nobody knows is taken",
-        ZERO_SETTINGS[0],
         "odd = [name for name in found if name not in known]",
         "odd = [name for name in found if not name]",
-        ZERO_SETTINGS[1],
+        ZERO_SETTINGS,
     ),
     Mutation(
         "without the package, the error comes in the middle of the start",
-        ZERO_SETTINGS[0],
         "    if settings.shards:\n        check_installed()\n",
         "",
-        ZERO_SETTINGS[1],
+        ZERO_SETTINGS,
     ),
     Mutation(
         "work that lasts says nothing more to a file",
-        "report/heartbeat.py",
         "                self._beat()\n",
         "                pass\n",
         "tests/report/test_silence.py",
     ),
     Mutation(
         "a long silence is broken every five seconds without end",
-        "report/heartbeat.py",
         "seconds = min(2 * seconds, _LONGEST)",
         "seconds = self._first",
         "tests/report/test_silence.py::test_a_silence_is_broken_after_five_seconds_and_then_ever_more_rarely_up_to_a_minute",
     ),
     Mutation(
         "work before the panel has no spinner",
-        "report/live.py",
         "            self._status.begin(text, detail)\n",
         "            pass\n",
         "tests/report/test_silence.py::test_work_before_the_panel_has_a_spinner_on_a_terminal",
     ),
     Mutation(
         "the first proof of a run is not announced",
-        "run/source.py",
-        '        with busy(_PROVING, self._clock.progress):\n            self._ranks.on_owner("start"',
-        '        if True:\n            self._ranks.on_owner("start"',
+        "with busy(_PROVING, self._clock.progress):",
+        "if True:",
         "tests/cli/test_method_commands.py",
     ),
     Mutation(
         "a command frees its memory piece by piece after its last line",
-        "cli/process/ending.py",
         "        os._exit(self.code)",
         "        return",
         "tests/cli/test_ending.py",
     ),
     Mutation(
         "kept rollouts without logged values cannot be read",
-        "report/kept_rollouts.py",
         "logged or {} for logged",
         "logged for logged",
         "tests/training/test_rollout_files.py::test_the_command_shows_conversations_branches_and_failures",
     ),
     Mutation(
         "other users can open the files of a server",
-        "server/supervisor.py",
         ", umask=0o077",
         "",
         "tests/server/test_supervisor.py::test_the_files_of_a_server_are_its_owners_alone",
     ),
     Mutation(
         "a trainer without free descriptors waits for its server",
-        "engines/http/server_calls.py",
         "(errno.EMFILE, errno.ENFILE)",
         "(errno.ENFILE,)",
         "tests/server/test_greeting.py::test_a_process_without_free_descriptors_names_its_limit_and_not_the_server",
     ),
     Mutation(
         "the norm of the clip is never added up again",
-        "watch/update.py",
         "self._step == self._first or (self._step + self._seed) % _NORM_EVERY == 0",
         "False",
         "tests/parity/step/test_update.py::test_a_clip_by_another_norm_than_that_of_all_gradients_is_found_within_four_steps",
     ),
     Mutation(
-        "a command does not keep freed memory",
-        "cli/process/malloc.py",
-        "        asked |= _KEEP\n",
-        "        pass\n",
-        "tests/cli/test_malloc.py",
+        "a command does not keep freed memory", "        asked |= _KEEP\n", "        pass\n", "tests/cli/test_malloc.py"
     ),
     Mutation(
         "what is made at the start is looked at by every later collection",
-        "collector.py",
         "        gc.freeze()\n",
         "        pass\n",
         "tests/cli/test_collector.py",
     ),
     Mutation(
         "ranks of tokens leave out the token itself",
-        "engines/vllm/patches/eager.py",
         "(x >= values)",
         "(x > values)",
         "tests/engines/test_vllm_eager.py::test_ranks_are_those_that_vllm_counts",
     ),
     Mutation(
         "an engine on a CPU does not ask for the norms' kernels",
-        "engines/vllm/arguments.py",
         '"rms_norm": [CPU_NORMS], ',
         "",
         "tests/engines/test_vllm_norms.py",
     ),
     Mutation(
         "a norm over a part of its input goes to the kernel",
-        "engines/vllm/patches/norms.py",
         "fits = variance_size is None and",
         "fits = True and",
         "tests/engines/test_vllm_norms.py",
     ),
     Mutation(
         "a norm reads rows that do not follow each other as if they did",
-        "engines/vllm/patches/norms.py",
         "    x = x.contiguous()\n",
         "",
         "tests/engines/test_vllm_norms.py",
     ),
     Mutation(
         "the room of layers that keep everything is never used up",
-        "training/forward/recomputation.py",
         "            self._left -= needed",
         "            pass",
         "tests/training/test_recomputation.py",
     ),
     Mutation(
         "short packs recompute every layer",
-        "training/forward/recomputation.py",
         "    if room.takes(_KEPT_BYTES[kind] * positions):",
         "    if False:",
         "tests/training/test_recomputation.py",
     ),
     Mutation(
         "the bytes of a layer are taken for those of one position",
-        "training/forward/recomputation.py",
         "sum(found.values()) / positions",
         "sum(found.values())",
         "tests/training/test_recomputation.py",
     ),
     Mutation(
         "the canary casts every weight for every sequence",
-        "watch/canary.py",
         "    with casting_once(model, precision):",
         "    if True:",
         "tests/parity/test_canary_and_samples.py::test_the_canary_casts_each_weight_once_and_scores_as_ever",
     ),
     Mutation(
         "vLLM is not told which implementation of the model to take",
-        "run/engine.py",
         '"auto" if config.vllm_model_impl == "vllm" else config.vllm_model_impl',
         '"auto"',
         "tests/training/test_model_implementations.py::test_a_run_samples_with_the_implementation_of_transformers",
     ),
     Mutation(
         "self-test: a fault that raises is a row, and the next faults are injected",
-        "verify/self_test.py",
         "        errors.append(error)\n",
         "        raise\n",
         "tests/faults/test_injected_faults.py::test_a_fault_that_raises_is_a_row_and_the_next_faults_are_injected",
     ),
     Mutation(
         "self-test: a proof that stops because of the fault before has not caught the next one",
-        "verify/self_test.py",
         "    if errors:\n        raise LockstepError(",
         "    if False:\n        raise LockstepError(",
         "tests/faults/test_injected_faults.py::test_what_a_fault_leaves_is_not_taken_for_the_catch_of_the_next_one",
     ),
     Mutation(
         "self-test: an error fails it",
-        "verify/self_test.py",
         "or errors > 0 or alarms, sum(",
         "or alarms, sum(",
         "tests/faults/test_injected_faults.py::test_an_error_fails_the_self_test_and_is_told_in_the_table",
     ),
     Mutation(
         "self-test: a proof that stops a run before the fault begins has not caught it",
-        "verify/self_test.py",
         "            if not injection.has_begun:\n",
         "            if False:\n",
         "tests/faults/test_faults_in_runs.py::test_what_stops_a_run_before_the_fault_begins_has_not_caught_it",
     ),
     Mutation(
         "a run with Liger's kernels begins on a CPU",
-        "run/trainers/online.py",
         "        check_gpu(self.args.use_liger_kernel, use_cpu=self.args.use_cpu)\n",
         "",
         "tests/training/test_liger.py::test_without_a_gpu_a_trainer_is_made_and_training_is_refused",
     ),
     Mutation(
         "self-test: the policy of a run moves by less than the limits",
-        "verify/self_test.py",
-        "if times < _VISIBLE and rate < _RATES[-1]:",
+        "if times < _VISIBLE and rate < RATES[-1]:",
         "if False:",
         "tests/faults/test_faults_in_runs.py::test_the_learning_rate_is_one_that_moves_the_policy_visibly",
     ),
     Mutation(
         "secrets: a token inside a nested setting is left out",
-        "secret.py",
         "key: without_secrets(one, by_name=by_name)",
         "key: one",
         "tests/test_secret.py::test_settings_lose_secrets_at_any_depth_and_keep_the_rest",
     ),
     Mutation(
         "secrets: what pickle writes of a config has none",
-        "training/config/online_config.py",
         "    def __getstate__(self)",
         "    def unused_getstate(self)",
         "tests/test_secret.py::test_whatever_a_config_becomes_has_no_secret_and_the_config_keeps_it",
     ),
     Mutation(
         "secrets: a run goes on without the token that it began with",
-        "run/files/run_identity.py",
         "    earlier, now = _comparable(earlier), _comparable(now)\n",
         "",
         "tests/test_secret.py::test_a_run_goes_on_with_another_token_or_with_none",
     ),
     Mutation(
         "texts: no control reaches the terminal in a line",
-        "report/say.py",
         "    print(visible(text), end=end, flush=flush)",
         "    print(text, end=end, flush=flush)",
         "tests/test_visible.py::test_nothing_that_is_printed_steers_a_terminal",
     ),
     Mutation(
         "texts: a page shows controls",
-        "report/page/markup.py",
         "visible(str(value))",
         "str(value)",
         "tests/report/test_page.py::test_a_page_shows_controls_and_marks_directions",
+        within="escape",
     ),
     Mutation(
         "texts: the step of a run is no markup",
-        "report/page/rollouts.py",
         '            line["step"],\n',
         '            Html(line["step"]),\n',
         "tests/report/test_page.py::test_the_step_of_a_strangers_run_is_no_markup",
     ),
     Mutation(
         "streams: a reader that is gone ends no run",
-        "cli/process/streams.py",
         "                self.error = error\n",
         "                raise\n",
         "tests/cli/test_streams.py::test_a_run_goes_on_when_nobody_reads_its_lines_any_more",
     ),
     Mutation(
         "streams: a full disk is said where the lines are the result",
-        "cli/process/streams.py",
         "    if not is_result or error is None",
         "    if True or error is None",
         "tests/cli/test_streams.py::test_the_real_command_says_everything_that_somebody_can_read",
     ),
     Mutation(
         "a full disk under tokenizers is one line",
-        "errors.py",
         "type(error) is not Exception and not isinstance",
         "not isinstance",
         "tests/training/test_checkpoints_and_directory.py::test_whatever_a_library_raises_on_a_full_disk_is_one_line",
     ),
     Mutation(
         "a locale of ASCII: the file of the fields is read as UTF-8",
-        "cli/fields/description.py",
         'FIELDS_FILE.read_text(encoding="utf-8")',
         "FIELDS_FILE.read_text()",
         "tests/test_every_encoding.py",
     ),
     Mutation(
         "a user without a home gets one for the run",
-        "private_caches.py",
         "    os.environ.update(missing_home(os.environ))\n",
         "",
         "tests/cli/test_homes.py::test_a_user_without_a_home_gets_one_for_the_run",
     ),
     Mutation(
         "1e-7 in the mapping of a field of a config file is a number",
-        "cli/fields/config_file.py",
         "                    _read_numbers(value)\n        return node",
         "                    pass\n        return node",
         "tests/input/test_bad_config_files.py::test_a_number_with_an_exponent_is_a_number_in_the_mapping_of_a_field",
     ),
     Mutation(
         "an optimizer that cannot be made is refused before a model is loaded",
-        "training/config/online_config.py",
         "        check_optimizer(self)\n",
         "",
         "tests/parity/step/test_schedules.py::"
@@ -3978,21 +3529,18 @@ MUTATIONS = [
     ),
     Mutation(
         "what a launcher asks for beside the config is taken or refused",
-        "training/config/online_config.py",
         "        take_launcher(self, os.environ)\n",
         "",
         "tests/training/test_launcher.py",
     ),
     Mutation(
         "data: a name is no pattern",
-        "tasks/data.py",
         "glob.escape(str(file))",
         "str(file)",
         "tests/tasks/test_tasks.py::test_a_name_of_data_is_no_pattern",
     ),
     Mutation(
         "prompts: special tokens can be switched off",
-        "tokens/chat.py",
         "tokenizer(prompt, add_special_tokens=add_special_tokens)",
         "tokenizer(prompt)",
         "tests/training/test_prompts_and_generation.py::"
@@ -4000,154 +3548,133 @@ MUTATIONS = [
     ),
     Mutation(
         "ends: a stop string may be a special token",
-        "rollouts/driver.py",
         "skip_special_tokens=not special)",
         "skip_special_tokens=True)",
         "tests/parity/test_ends.py::test_a_stop_string_may_be_a_special_token",
     ),
     Mutation(
         "data: a key that is None is not there",
-        "tokens/chat.py",
         "for name, entry in value.items() if entry is not None}",
         "for name, entry in value.items()}",
         "tests/training/test_prompts_and_generation.py::test_a_key_that_only_other_messages_have_is_not_there",
     ),
     Mutation(
         "files: NaN is null in a run's files",
-        "files.py",
         "not math.isfinite(value) else value",
         "math.isinf(value) else value",
         "tests/training/test_run_files.py::test_the_files_of_a_run_are_json_where_a_figure_is_nan",
+        within="without_nan",
     ),
     Mutation(
         "errors: a library's error becomes one line",
-        "errors.py",
         "    except Exception as error:\n        raise kind(",
         "    except OSError as error:\n        raise kind(",
         "tests/test_foreign_errors.py::test_what_an_engine_raises_says_what_was_asked_of_it",
     ),
     Mutation(
         "engines: vLLM caches no prefix of a model with a state",
-        "engines/vllm/arguments.py",
         "not keeps_state(load_files(AutoConfig, model))",
         "True",
         "tests/models/test_state.py::test_vllm_caches_no_prefix_of_a_model_with_a_state",
     ),
     Mutation(
         "engines: padding does not reach a state",
-        "engines/transformers_engine.py",
         "if batch and (is_padded or len",
         "if batch and (len",
         "tests/engines/test_transformers_engine.py::test_padding_does_not_reach_the_state_of_a_shorter_prompt",
     ),
     Mutation(
         "engines: a family that vLLM runs differently is refused before it is loaded",
-        "run/trainers/online.py",
         "            refuse_before_loading(args, name)\n",
         "            pass\n",
         "tests/models/test_state.py::TestRefusedOnVLLM::test_in_training_before_the_model_is_loaded",
     ),
     Mutation(
         "metrics: a function's mean is over its scores",
-        "training/generate/metrics.py",
         "        if len(given):\n",
         "        if True:\n",
         "tests/training/test_prompts_and_generation.py::test_the_mean_of_a_function_is_over_its_scores_and_absent_without_any",
     ),
     Mutation(
         "engines: vLLM's arguments are built before a model is loaded",
-        "run/trainers/online.py",
         "lambda: check_engine_arguments(args, name)",
         "lambda: None",
         "tests/training/test_built_once.py::test_what_vllm_cannot_use_is_one_sentence_before_the_model_is_loaded",
     ),
     Mutation(
         "engines: an argument that vLLM does not have is refused with the config",
-        "engines/vllm/arguments.py",
         "and name not in known",
         "and False",
         "tests/training/test_built_once.py::test_what_a_library_cannot_build_is_one_sentence",
     ),
     Mutation(
         "verify: the rounding of a model in a dtype that the run does not use is no fault",
-        "verify/logprob_checks.py",
         "if not row.passed and not ours and trainer == torch.bfloat16 and rows[0].passed:",
         "if False:",
         "tests/verify/test_dtype_rows.py::test_a_model_that_rounds_much_in_bfloat16_passes_in_float32",
     ),
     Mutation(
         "verify: an engine that differs fails the row in bfloat16 too",
-        "verify/logprob_checks.py",
         "trainer == torch.bfloat16 and rows[0].passed:",
         "trainer == torch.bfloat16:",
         "tests/verify/test_dtype_rows.py::test_a_model_that_rounds_much_in_bfloat16_passes_in_float32",
     ),
     Mutation(
         "probe: an embedding is looked up without the scale of transformers' class",
-        "engines/vllm/probe/modules.py",
         "found = [VocabParallelEmbedding.forward(module, own).float() @ vector",
         "found = [module(own).float() @ vector",
         "tests/engines/test_transformers_backend.py::test_an_embedding_that_transformers_scales_has_the_trainers_weights",
     ),
     Mutation(
         "logits: the cap of xLSTM",
-        "models/logits.py",
         '    "output_logit_soft_cap": _capped,\n',
         "",
         "tests/training/test_transformed_logits.py::test_the_heads_logits_become_those_of_the_models_own_forward",
     ),
     Mutation(
         "engines: longrope's border is looked at before the model is loaded",
-        "run/engine.py",
         "min(longest, context_length(found) or longest), by_capacity=on_vllm)",
         "1, by_capacity=on_vllm)",
         "tests/training/test_family_attention.py::test_a_border_that_every_sequence_crosses_is_seen_before_the_model_is_loaded",
     ),
     Mutation(
         "devices: the grids of pictures are on the model's device (on the pretend GPU)",
-        "images/pictures.py",
         '"image_grid_thw": torch.stack([p.grid for p in pictures]).to(device)',
         '"image_grid_thw": torch.stack([p.grid for p in pictures])',
         "tests/pretend_cuda/test_runs.py::test_no_operation_mixes_devices",
     ),
     Mutation(
         "devices: what penalties add to logits is on the logits' device (on the pretend GPU)",
-        "training/forward/filters/row_rules.py",
         "        moved = joined_moves(moves).to(device)\n",
         "        moved = joined_moves(moves)\n",
         "tests/pretend_cuda/test_runs.py::test_no_operation_mixes_devices",
     ),
     Mutation(
         "devices: positions that rows share are copied before they are pinned (on the pretend GPU)",
-        "to_device.py",
         "tensor.contiguous().pin_memory()",
         "tensor.pin_memory()",
         "tests/pretend_cuda/test_runs.py::test_no_operation_mixes_devices",
     ),
     Mutation(
         "limits: a batch with too many ids is refused before it is sent",
-        "engines/answers.py",
         "        check_limits(sampling, limits)\n",
         "",
         "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
     ),
     Mutation(
         "limits: the engine takes as many ids as its table has places",
-        "engines/vllm/limits.py",
         "if number > most:",
         "if number >= most:",
         "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
     ),
     Mutation(
         "limits: the words of bad_words have a table for all their ids",
-        "engines/vllm/limits.py",
         "words = sum(map(len, sampling.bad_words))",
         "words = max(map(len, sampling.bad_words), default=0)",
         "tests/engines/test_answers.py::test_more_ids_than_the_engine_takes_are_refused_before_any_request_is_started",
     ),
     Mutation(
         "limits: a run with too many ids is refused at its start",
-        "watch/handshake.py",
         "check_limits(expected.sampling, actual.request_limits)",
         "pass",
         "tests/parity/test_handshake_and_receipt.py::"
@@ -4155,232 +3682,201 @@ MUTATIONS = [
     ),
     Mutation(
         "scores: only finite log-probs count as such",
-        "engines/answers.py",
         "finite = sum(map(math.isfinite, found))",
         "finite = len(found)",
         "tests/engines/test_answers.py::test_a_log_prob_that_is_not_finite_is_not_counted_as_one",
     ),
     Mutation(
         "adapters alone: a GPU's engine computes them in half precision",
-        "engines/vllm/arguments.py",
         "if torch.cuda.is_available() and dtype not in (torch.float16, torch.bfloat16):",
         "if False:",
         "tests/engines/test_adapter_dtypes.py::test_adapters_alone_with_a_float32_engine_are_refused_on_a_gpu",
     ),
     Mutation(
         "kept ids: an engine on a GPU may search the edge of top-p",
-        "watch/filter_bounds.py",
         "if self._searched:",
         "if False:",
         "tests/parity/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
     ),
     Mutation(
         "kept ids: a search ends earlier where the ids are about equally likely",
-        "watch/filter_bounds.py",
         "max(_HALVED, _SMALLEST * total)",
         "_HALVED",
         "tests/parity/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
     ),
     Mutation(
         "kept ids: every runner of vLLM with Triton searches the edge of top-p",
-        "engines/vllm/settings.py",
         "return bool(HAS_TRITON)",
         "return False",
         "tests/engines/test_second_runner.py::test_an_engine_says_whether_vllm_searches_the_edge_of_top_p",
     ),
     Mutation(
         "kept ids: a search of halves may miss more than a ladder",
-        "watch/filter_bounds.py",
         "+ sign * max(_HALVED, _SMALLEST * total)",
         "",
         "tests/parity/test_kept_sets.py::test_ids_that_a_search_keeps_beside_the_edge_are_not_a_fault",
     ),
     Mutation(
         "verify: the engine's sets are compared with the filters",
-        "verify/logprob_checks.py",
         '"the ids that the filters keep", False, error.fix)',
         '"the ids that the filters keep", True, error.fix)',
         "tests/verify/test_filter_rows.py",
     ),
     Mutation(
         "self-test: a fault that the engine never met is told as such",
-        "verify/self_test.py",
         "return REACH.calls != 0",
         "return True",
         "tests/faults/test_injected_faults.py::test_a_fault_that_the_engine_never_met_is_not_told_as_a_blind_proof",
     ),
     Mutation(
         "self-test: a fault that the engine has met and no proof has caught is a blind proof",
-        "verify/self_test.py",
         "return REACH.calls != 0",
         "return REACH.calls is None",
         "tests/faults/test_injected_faults.py::test_a_fault_that_the_engine_never_met_is_not_told_as_a_blind_proof",
     ),
     Mutation(
         "TF32: Triton rounds no float32 of an engine in this process",
-        "engines/vllm/workers/start.py",
         "{**_ENVIRONMENT, **exact}",
         "{**_ENVIRONMENT}",
         "tests/engines/test_worker_start.py::test_triton_rounds_no_float32_of_an_engine_in_this_process",
     ),
-    _of(COUNTS, "a GPU: the proof of the backward reads number by number", "map(float, on_host([", "map(float, (["),
+    Mutation(
+        "a GPU: the proof of the backward reads number by number", "map(float, on_host([", "map(float, ([", COUNTS
+    ),
     Mutation(
         "a GPU: the module probe reads module by module",
-        "watch/modules.py",
         "iter(on_host([tensor for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer]))",
         "iter([tensor.cpu() for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer])",
-        COUNTS[1],
+        COUNTS,
     ),
     Mutation(
         "a GPU: the accumulation is read tensor by tensor",
-        "watch/windows.py",
         "for found in on_host(values)]",
         "for found in (value.cpu() for value in values)]",
-        COUNTS[1],
+        COUNTS,
     ),
     Mutation(
         "a GPU: the engine's part of a probe reads module by module",
-        "engines/transformers_engine.py",
         "zip(names, on_host(found), strict=True)",
         "zip(names, [one.cpu() for one in found], strict=True)",
-        COUNTS[1],
+        COUNTS,
     ),
     Mutation(
         "a GPU: a part of a step is read inside its backward",
-        "watch/model_gradient.py",
         "flow += gradient.detach()",
         "flow += gradient.detach().cpu().to(flow.device)",
-        COUNTS[1],
+        COUNTS,
     ),
     Mutation(
         "a GPU: the engine's sampled tokens wait for the end of their copy",
-        "engines/transformers_engine.py",
         "sent(torch.tensor(tokens), scores.device)[:, None]",
         "torch.tensor(tokens).to(scores.device)[:, None]",
-        COUNTS[1],
+        COUNTS,
     ),
     Mutation(
         "a GPU: a probe casts a whole vocabulary",
-        "engines/probe.py",
         "PROBED_ROWS = 8192",
         "PROBED_ROWS = 1 << 30",
         f"{ON_A_GPU}::test_a_probe_of_a_large_vocabulary_takes_the_memory_of_a_few_rows",
     ),
     Mutation(
         "a GPU: sums over the vocabulary are computed for all rows at once",
-        "training/forward/draw_sums.py",
         "_TOKENS, _TOKENS_ON_GPU = 8, 64",
         "_TOKENS, _TOKENS_ON_GPU = 8, 1 << 30",
         f"{ON_A_GPU}::test_sums_over_the_vocabulary_take_the_memory_of_a_few_rows",
     ),
     Mutation(
         "a GPU: filters compute 32 tokens at a time",
-        "training/forward/filters/kept_logps.py",
         "_TOKENS, _TOKENS_ON_GPU = 32, 512",
         "_TOKENS, _TOKENS_ON_GPU = 32, 32",
         f"{ON_A_GPU}::test_filters_start_few_products",
     ),
     Mutation(
         "a GPU: the first element of a gradient is looked for in the first part alone",
-        "watch/update.py",
-        "return first * _SEARCHED + torch.stack",
+        "return first * SEARCHED + torch.stack",
         "return 0 * first + torch.stack",
         f"{ON_A_GPU}::test_an_element_that_is_not_zero_is_found_where_the_cpu_finds_it",
     ),
     Mutation(
         "vLLM's processes choose how convolutions round",
-        "sync/vllm/plugin.py",
         "    prepare_cuda()\n    end_with_trainer()",
         "    end_with_trainer()",
         "tests/sync/test_reload.py::test_convolutions_round_in_vllms_processes_as_in_the_trainer",
     ),
     Mutation(
         "Mamba in half precision: the trainer's head takes sums in float32 as the model's own does",
-        "training/forward/scoring.py",
         "entering = hidden if fp32_head else hidden.to(head_dtype(head.module, hidden.dtype))",
         "entering = hidden",
         "tests/training/test_plain_rows.py::test_weights_in_half_precision_below_sums_in_float32_score_as_the_models_own_forward",
     ),
     Mutation(
         "push: weights wait for the end of a step that a server has begun ahead",
-        "engines/http/pauses.py",
         "may_run = server.world_size > 1 or server.settings is None or server.settings.async_scheduling",
         "may_run = server.world_size > 1",
         "tests/engines/test_pauses.py",
     ),
     Mutation(
         "a GPU's defaults: the tokens of a step do not grow with the context",
-        "engines/vllm/arguments.py",
         'arguments["max_num_batched_tokens"] = max(_GPU_BATCH, max_num_seqs)',
         'arguments["max_num_batched_tokens"] = max(max_model_len, _GPU_BATCH)',
         "tests/server/test_keys_guard_and_command.py::TestCommand",
     ),
     Mutation(
         "a GPU's defaults: a server bounds the length of a long model",
-        "server/command.py",
         "return min(length, _GPU_LENGTH) if torch.cuda.is_available() else length",
         "return length",
         "tests/server/test_keys_guard_and_command.py::TestCommand",
     ),
     Mutation(
         "a GPU's defaults: who wants whole prompts gets steps of a whole context",
-        "engines/vllm/arguments.py",
         "if not whole_prompts:",
         "if max_model_len:",
         "tests/server/test_keys_guard_and_command.py::TestCommand",
     ),
     Mutation(
         "keyed digest: a base that is sent again gets a key of its own",
-        "sync/adapters/push.py",
         "digest_under(key_for(self._model.parameters()))",
         "pass",
         "tests/sync/test_adapters_alone.py::test_a_base_that_is_sent_again_has_no_digest_under_the_key_of_the_one_before",
     ),
     Mutation(
         "keyed digest: the last chunk of a tensor counts",
-        "engines/device_digest.py",
-        "for part in words.split(_CHUNK)]",
-        "for part in words.split(_CHUNK)[:1]]",
+        "for part in words.split(CHUNK)]",
+        "for part in words.split(CHUNK)[:1]]",
         f"{DIGESTS}::test_chunks_and_levels_give_the_digest_of_the_definition",
     ),
     Mutation(
         "keyed digest: each level has multipliers of its own",
-        "engines/device_digest.py",
         "_row_sums(part, level)",
         "_row_sums(part, multipliers[0])",
         f"{DIGESTS}::test_chunks_and_levels_give_the_digest_of_the_definition",
     ),
     Mutation(
         "keyed digest: name, dtype and shape count",
-        "engines/device_digest.py",
         "json.dumps([name, str(tensor.dtype), list(tensor.shape)])",
         "json.dumps([])",
         f"{DIGESTS}::test_exchanged_tensors_rows_and_shards_and_other_outlines_are_seen",
     ),
     Mutation(
         "keyed digest: a key that repeats is refused",
-        "engines/device_digest.py",
         "    if key in _drawn:",
         "    if False:",
         f"{KEYED}::test_every_push_has_a_key_of_its_own_and_a_key_that_repeats_is_refused",
     ),
     Mutation(
         "keyed digest: every push draws a key",
-        "engines/device_digest.py",
         "key = secrets.randbits(KEY_BITS)",
         "key = len(_drawn)",
         f"{KEYED}::test_every_push_has_a_key_of_its_own_and_a_key_that_repeats_is_refused",
     ),
     Mutation(
         "keyed digest: what a push leaves out is compared under the key of the push that sent it",
-        "engines/tensor_specs.py",
         "key_of(like[name].digest) for",
         "push.key for",
         f"{KEYED}::test_pushes_of_what_changed_send_it_and_nothing_else",
     ),
     Mutation(
         "keyed digest: the same memory under another name is digested again",
-        "engines/tensor_specs.py",
         'names = ["" if key is None else name for',
         'names = ["" for',
         f"{KEYED}::test_memory_that_was_written_to_is_digested_again_within_a_push",

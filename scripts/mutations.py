@@ -3,7 +3,7 @@
 The working tree is not changed: each fault goes into a copy of `src/`, and the tests import the copy. First, every test of every
 case must pass without a fault. Exit code 1: no test caught a fault, or a case no longer fits the source or its tests.
 
-    --only WORD   run only the cases whose file or description contains WORD
+    --only WORD   run only the cases whose description contains WORD, or the file in which the text of the case was found
     --jobs N      number of cases that run at the same time (2)
     --seed N      take the cases in an order that the seed draws
     --seconds S   begin no further cases after this time
@@ -13,9 +13,11 @@ case must pass without a fault. Exit code 1: no test caught a fault, or a case n
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -23,11 +25,13 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from mutation_cases import MUTATIONS, Mutation
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "lockstep"
 # Time limit in seconds for the tests of one case. A fault may make a test hang.
 LIMIT = 900
 # Exit codes of pytest. Any other code (a test cannot be imported, for example) does not prove that a test caught the fault.
@@ -37,17 +41,78 @@ PORTION = 10
 STRANGE = 99
 
 
+@cache
+def sources() -> dict[str, str]:
+    """The text of every file of Python in the source, by its path below `src/lockstep`."""
+    # The links to examples/ and recipes/ are not followed: nothing in them is a case.
+    files = [path for path in sorted(SOURCE.rglob("*.py")) if path.resolve().is_relative_to(SOURCE)]
+    return {str(path.relative_to(SOURCE)): path.read_text(encoding="utf-8") for path in files}
+
+
+@cache
+def scopes(file: str) -> list[tuple[int, int, str]]:
+    """First line, last line and qualified name of each function and class of a file; outer ones come first."""
+    found = []
+
+    def look(node: ast.AST, outer: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = outer
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{outer}.{child.name}"
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                found.append((first, child.end_lineno or first, name))
+            look(child, name)
+
+    look(ast.parse(sources()[file]), "")
+    return found
+
+
+@cache
+def place(mutation: Mutation) -> tuple[str, int]:
+    """The file that has the text of a case, and the position at which the text begins.
+
+    Raises:
+        ValueError: the source does not have the text exactly once.
+    """
+    found = [
+        (file, match.start())
+        for file, text in sources().items()
+        if mutation.old in text
+        for match in re.finditer(re.escape(mutation.old), text)
+    ]
+    if mutation.within:
+        found = [at for at in found if f".{scope_at(*at, mutation)}".endswith(f".{mutation.within}")]
+    if len(found) != 1:
+        where = f"{mutation.within} of src/lockstep" if mutation.within else "src/lockstep"
+        files = ", ".join(sorted({file for file, _ in found})) or "nowhere"
+        advice = "mend the case" if not found else "lengthen the text, or say `within` which function"
+        raise ValueError(f"{mutation.old!r} is {len(found)} times in {where} instead of once ({files}): {advice}")
+    return found[0]
+
+
+def scope_at(file: str, start: int, mutation: Mutation) -> str:
+    """The qualified name of the innermost function or class around a text. The white space before the text does not count."""
+    start += len(mutation.old) - len(mutation.old.lstrip())
+    line = sources()[file].count("\n", 0, start) + 1
+    return max((scope for scope in scopes(file) if scope[0] <= line <= scope[1]), default=(0, 0, ""))[2].lstrip(".")
+
+
+def file_of(mutation: Mutation) -> str:
+    try:
+        return place(mutation)[0]
+    except ValueError:
+        return ""
+
+
 def mutated(mutation: Mutation) -> str:
     """The text of the file with the fault.
 
     Raises:
-        ValueError: the text to replace is not in the file exactly once.
+        ValueError: as `place`.
     """
-    file = ROOT / "src" / "lockstep" / mutation.file
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    if (found := text.count(mutation.old)) != 1:
-        raise ValueError(f"{mutation.file} holds {mutation.old!r} {found} times instead of once: mend the case")
-    return text.replace(mutation.old, mutation.new)
+    file, start = place(mutation)
+    text = sources()[file]
+    return text[:start] + mutation.new + text[start + len(mutation.old) :]
 
 
 def misfits(cases: list[Mutation]) -> list[str]:
@@ -60,7 +125,7 @@ def misfits(cases: list[Mutation]) -> list[str]:
             except ValueError as error:
                 wrong.append(str(error))
             files = [test.partition("::")[0] for test in case.tests.split()]
-            wrong += [f"{case.file}: there is no {file}" for file in files if not (ROOT / file).exists()]
+            wrong += [f"{case.about!r}: there is no {file}" for file in files if not (ROOT / file).exists()]
         return wrong + undefined_names(Path(folder), cases)
 
 
@@ -74,7 +139,7 @@ def undefined_names(folder: Path, cases: list[Mutation]) -> list[str]:
     found = json.loads(
         subprocess.run([*ruff, str(folder)], capture_output=True, text=True, encoding="utf-8", timeout=60).stdout
     )
-    return [f"{cases[int(Path(f['filename']).stem)].file}: {f['message']}, which a mutation put in" for f in found]
+    return [f"{cases[int(Path(f['filename']).stem)].about!r}: {f['message']}, which a mutation put in" for f in found]
 
 
 def copy_of_source(folder: Path, mutation: Mutation | None = None) -> Path:
@@ -86,7 +151,7 @@ def copy_of_source(folder: Path, mutation: Mutation | None = None) -> Path:
     source = folder / "src"
     shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     if mutation is not None:
-        (source / "lockstep" / mutation.file).write_text(mutated(mutation), encoding="utf-8")
+        (source / "lockstep" / file_of(mutation)).write_text(mutated(mutation), encoding="utf-8")
     return source
 
 
@@ -163,7 +228,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--fit", action="store_true")
     arguments = parser.parse_args()
-    cases = [case for case in MUTATIONS if arguments.only in f"{case.file} {case.about}"]
+    cases = [case for case in MUTATIONS if arguments.only in f"{file_of(case)} {case.about}"]
     if not cases:
         sys.exit(f"no case holds {arguments.only!r}")
     if wrong := misfits(cases):
@@ -174,7 +239,7 @@ def main() -> int:
         return 0
     left_out = [case for case in cases if case.needs and not (ROOT / ".environments" / case.needs).exists()]
     for case in left_out:
-        print(f"left out (make environments)  {case.file:38} {case.about}")
+        print(f"left out (make environments)  {file_of(case):38} {case.about}")
     cases = [case for case in cases if case not in left_out]
     if not cases:
         return 0
@@ -193,7 +258,7 @@ def main() -> int:
             check_unbroken(some)
             for case, (verdict, seconds) in zip(some, pool.map(tried, some), strict=True):
                 missed, ran = missed + (verdict != "caught"), ran + 1
-                print(f"{seconds:6.1f} s  {verdict:8}  {case.file:38} {case.about}", flush=True)
+                print(f"{seconds:6.1f} s  {verdict:8}  {file_of(case):38} {case.about}", flush=True)
     took = time.monotonic() - start
     print(f"{ran - missed} of {ran} faults were caught, of {len(cases)} cases, in {took:.0f} s")
     return 1 if missed else 0

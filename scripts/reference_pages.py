@@ -5,7 +5,7 @@
 | page | is made from |
 |---|---|
 | docs/reference/fields.md | `cli/fields/fields.json` and `cli/fields/groups.py` |
-| docs/reference/proofs.md | the table of proofs in docs/internals/proof.md |
+| docs/reference/proofs.md | the docstrings of the files that make the proofs (a block "Proof …" each) |
 | the last table of docs/reference/faults.md | the faults of `lockstep verify --self-test` |
 
 `tests/docs/test_reference_pages.py` fails if a page is not what this script writes.
@@ -13,10 +13,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.cli.fields.description import FIELDS_FILE
 from lockstep.cli.fields.groups import GROUPS, OTHERS
@@ -24,7 +25,7 @@ from lockstep.training.config.fields.trl import ONE_VALUE, UNSUPPORTED, WITHOUT_
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
-PROOF_PAGE = ROOT / "docs" / "internals" / "proof.md"
+SOURCE = ROOT / "src" / "lockstep"
 BEGIN, END = "<!-- injected faults: scripts/reference_pages.py -->", "<!-- end of injected faults -->"
 
 FIELDS_HEAD = """\
@@ -44,15 +45,51 @@ Every proof is on by default. A failed proof stops the run before the optimizer 
 [When a proof fails](../troubleshooting/proofs.md) says what to do, [the proof](../internals/proof.md) has limits, costs and
 measurements, and [known faults](faults.md) has the faults that the proofs must catch.
 
-`scripts/reference_pages.py` makes this page from the table in the internals section.
+`scripts/reference_pages.py` makes this page from the docstrings of the files that make the proofs, in the order of a run.
 """
+# When a proof is made, in the order of a run, and the words by which its `When` says so.
+MOMENTS = {
+    "At start": r"start|before the first sample",
+    "Every push": r"push|wake",
+    "Every request": r"request",
+    "Every rollout": r"rollout|completion|tool call",
+    "Every generation": r"generation",
+    "Every evaluation": r"evaluation",
+    "Every micro-batch": r"micro-batch|pack|backward",
+    "Every optimizer step": r"step|change of the policy",
+    "Every checkpoint": r"checkpoint",
+}
+BLOCK = re.compile(r"Proof ([^\n]+)\.\nShows: (.+?)(?:\nDoes not show: (.+?))?\nWhen: (.+)", re.S)
+
+
+class Block(NamedTuple):
+    """What the docstring of `file` says of a proof. `title` has the names with which it fails."""
+
+    title: str
+    shows: str
+    not_shown: str | None
+    when: str
+    file: str
+
+    @property
+    def names(self) -> set[str]:
+        return set(re.findall(r"`(\w+)`", self.title))
+
+    @property
+    def moment(self) -> str:
+        """The moment that `when` names first."""
+        found = {moment: re.search(rf"\b(?:{words})", self.when) for moment, words in MOMENTS.items()}
+        places = {moment: match.start() for moment, match in found.items() if match}
+        if not places:
+            raise SystemExit(f"{self.file}: proof {self.title} is made at no moment of a run: {self.when}")
+        return min(places, key=lambda moment: places[moment])
 
 
 def pages() -> dict[Path, str]:
     """The text of each page that this script writes."""
     return {
         REFERENCE / "fields.md": fields_page(json.loads(FIELDS_FILE.read_text(encoding="utf-8"))),
-        REFERENCE / "proofs.md": proofs_page(PROOF_PAGE.read_text(encoding="utf-8")),
+        REFERENCE / "proofs.md": proofs_page(SOURCE),
         REFERENCE / "faults.md": faults_page((REFERENCE / "faults.md").read_text(encoding="utf-8")),
     }
 
@@ -102,30 +139,61 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def proofs_page(page: str) -> str:
-    """A section per row of the table of proofs: what it shows, what it cannot show, and when it is made."""
-    table = page.partition("## What is proven, and when")[2].partition("\n\n|")[2].partition("\n\n")[0]
+def proofs_page(source: Path) -> str:
+    """A section per moment of a run, and in it what each proof shows, what it cannot show, and which file makes it.
+
+    Raises:
+        SystemExit: a proof can fail and no docstring says what it shows, or a docstring describes a proof that cannot fail.
+    """
+    blocks, raised = [], {}
+    for path in sorted(source.rglob("*.py")):
+        tree, file = ast.parse(path.read_text(encoding="utf-8")), path.relative_to(source).as_posix()
+        blocks += blocks_of(ast.get_docstring(tree) or "", file)
+        raised |= dict.fromkeys(raised_in(tree), file)
+    described = {name: block.file for block in blocks for name in block.names}
+    for name in sorted(raised.keys() - described.keys()):
+        raise SystemExit(f"{raised[name]} raises `{name}`, and no docstring has the block: Proof `{name}`.")
+    for name in sorted(described.keys() - raised.keys()):
+        raise SystemExit(f"{described[name]} describes `{name}`, and nothing raises it")
     parts = [PROOFS_HEAD]
-    for row in table.splitlines()[2:]:
-        name, shows, not_shown, when, _ = (cell.strip() for cell in re.split(r"(?<!\\)\|", row.strip("|")))
-        name = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", name)
-        lines = [f"## {name}\n", f"- **Shows:** {shows}."]
-        lines += [f"- **Does not show:** {not_shown}."] if not_shown else []
-        lines += [f"- **When:** {when}.\n"]
-        parts.append("\n".join(_moved(line) for line in lines))
+    for moment in MOMENTS:
+        parts.append(f"## {moment}\n")
+        for block in sorted((b for b in blocks if b.moment == moment), key=lambda b: b.title.strip("`")):
+            lines = [f"### {block.title}\n", f"- **Shows:** {block.shows}"]
+            lines += [f"- **Does not show:** {block.not_shown}"] if block.not_shown else []
+            lines += [f"- **When:** {block.when}", f"- **File:** `{block.file}`\n"]
+            parts.append("\n".join(_linked(line) for line in lines))
     return "\n".join(parts)
 
 
-def _moved(text: str) -> str:
-    """Links of a page in docs/internals, as they are from docs/reference."""
+def blocks_of(docstring: str, file: str) -> list[Block]:
+    """The blocks of a file's docstring."""
+    found = []
+    for paragraph in docstring.split("\n\n"):
+        if match := BLOCK.fullmatch(paragraph):
+            title, shows, not_shown, when = (text and " ".join(text.split()) for text in match.groups())
+            found.append(Block(title, shows, not_shown, when, file))
+        elif re.match(r"Proof .*`\.$", paragraph.partition("\n")[0]):
+            raise SystemExit(f"{file}: a block has the lines Proof, Shows, Does not show (can be left out) and When")
+    return found
 
-    def there(match: re.Match[str]) -> str:
-        target = match[1]
-        if target.startswith("../reference/"):
-            return f"]({target.removeprefix('../reference/')})"
-        return f"](../internals/{'proof.md' if target.startswith('#') else ''}{target})"
 
-    return re.sub(r"\]\(([^)\s]+)\)", there, text)
+def raised_in(tree: ast.Module) -> set[str]:
+    """The names in `ProofError("name", …)`."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "ProofError"]
+    names = [call.args[0] for call in calls if call.args]
+    return {name.value for name in names if isinstance(name, ast.Constant)}
+
+
+def _linked(text: str) -> str:
+    """Pages that a docstring names, as links from docs/reference."""
+
+    def link(match: re.Match[str]) -> str:
+        page, anchor = match.groups()
+        there = page.removeprefix("reference/") if page.startswith("reference/") else f"../{page}"
+        return f"[{'more' if anchor else page.rpartition('/')[2]}]({there}{anchor or ''})"
+
+    return re.sub(r"\bdocs/([\w/-]+\.md)(#[\w-]+)?", link, text)
 
 
 def faults_page(page: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 
 
 def shaped(

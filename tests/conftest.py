@@ -42,7 +42,7 @@ from forked import start_fork_server, stop_fork_server
 if TYPE_CHECKING:
     from servers import Server
 
-    from lockstep.engines.protocol import Engine
+    from lockstep.contract.protocol import Engine
     from lockstep.engines.vllm.in_process import VLLMInProcess
     from lockstep.verify.stage import Stage
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from lockstep.engines.answers import check_request
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.contract.inbox import Inbox, check_request
+from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.tokens.kept_ids import KeptIds
 
 END = 0

@@ -20,16 +20,15 @@ import torch
 from forked import Program
 from hosts import Host
 
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.errors import LockstepError
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.wire.gloo import NCCL
 from lockstep.sync.wire.nccl import NCCLTransport
-from lockstep.sync.wire.transport import choose_transport
+from lockstep.sync.wire.transport import WeightTransport, choose_transport
 
 KEY = "a-key-for-tests-only"
 _START_LIMIT = 300.0
@@ -195,7 +194,7 @@ def serve(
 @contextmanager
 def impatient(engine: VLLMServer, limit: float) -> Iterator[None]:
     """A short time limit for calls that are not answered, so that they are not waited for longer."""
-    usual = engine._timeout, engine._generation_timeouts
+    usual = engine.timeout, engine.generation_timeouts
     try:
         _set_limit(engine, limit, 1.0)
         yield
@@ -204,7 +203,7 @@ def impatient(engine: VLLMServer, limit: float) -> Iterator[None]:
 
 
 def _set_limit(engine: VLLMServer, limit: float, generation_timeouts: float) -> None:
-    engine._timeout, engine._generation_timeouts = limit, generation_timeouts
+    engine.timeout, engine.generation_timeouts = limit, generation_timeouts
     for calls in engine._servers:
         calls.timeout = limit
 

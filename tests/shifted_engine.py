@@ -12,8 +12,8 @@ from typing import Any
 
 from played_engine import ChangedAnswers
 
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, Engine
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, Engine
 
 # Gives the difference, in nats, for the token of a completion at a place.
 Shift = Callable[[Completion, int], float]

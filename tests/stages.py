@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.verify.stage import Stage, open_stage, stage_config
 
@@ -23,7 +23,7 @@ def config(folder: Path, **changes: object) -> GRPOConfig:
 @contextmanager
 def in_small_parts() -> Iterator[None]:
     """vLLM in this process loads a tiny model in several parts."""
-    import lockstep.sync.vllm.backend as backend
+    import lockstep.engines.vllm.receive as backend
 
     with patch.object(backend, "_PART_BYTES", PART_BYTES):
         yield

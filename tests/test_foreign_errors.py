@@ -12,7 +12,8 @@ from tiny import CONTEXT
 
 from lockstep.cli.main import main
 from lockstep.cli.process.library_log import libraries_aside
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError, foreign_errors
 from lockstep.models.autocast import Precision

@@ -68,7 +68,7 @@ vllm.sampling_params
   RequestOutputKind
   StructuredOutputsParams
   SamplingParams@extra_args
-  SamplingParams.update_from_tokenizer(tokenizer)  # replaced: patches/kept_ids.py
+  SamplingParams.update_from_tokenizer(tokenizer)  # replaced: port/kept_ids.py
   SamplingParams@_bad_words_token_ids
   SamplingParams@_all_stop_token_ids
 vllm.exceptions
@@ -108,7 +108,7 @@ vllm.envs
   ~ VLLM_ALLOW_RUNTIME_LORA_UPDATING
 vllm.v1.worker.gpu.model_runner
   # the second model runner, on GPUs
-  GPUModelRunner.sample(hidden_states, input_batch)  # replaced: patches/kept_ids.py
+  GPUModelRunner.sample(hidden_states, input_batch)  # replaced: port/kept_ids.py
   GPUModelRunner@sampler
   GPUModelRunner@max_num_reqs
   GPUModelRunner@encoder_cache
@@ -116,8 +116,8 @@ vllm.v1.worker.gpu.model_runner
   GPUModelRunner@lora_manager
   GPUModelRunner@sample_tokens
 vllm.v1.worker.gpu.sample.sampler
-  Sampler.add_request(req_idx, sampling_params)  # replaced: patches/kept_ids.py
-  Sampler.sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np)  # replaced: patches/kept_ids.py
+  Sampler.add_request(req_idx, sampling_params)  # replaced: port/kept_ids.py
+  Sampler.sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np)  # replaced: port/kept_ids.py
   Sampler@return_sampling_mask
   Sampler@logprobs_mode
   Sampler._sample_random(processed_logits, expanded_idx_mapping, idx_mapping_np, pos)  # replaced: faults/draws.py
@@ -127,7 +127,7 @@ vllm.v1.worker.gpu.sample.output
 vllm.v1.worker.gpu.input_batch
   InputBatch@idx_mapping_np
 vllm.v1.worker.gpu.sample.logit_bias
-  MAX_NUM_ALLOWED_TOKEN_IDS = 1024  # engines/vllm/limits.py
+  MAX_NUM_ALLOWED_TOKEN_IDS = 1024  # contract/inbox.py
   MAX_NUM_LOGIT_BIAS_TOKENS = 1024
   MAX_NUM_STOP_TOKEN_IDS = 128
   ~ if num_allowed_token_ids > MAX_NUM_ALLOWED_TOKEN_IDS:
@@ -142,7 +142,7 @@ vllm.v1.worker.gpu.sample.bad_words
 vllm.v1.worker.gpu.sample.penalties
   bincount(expanded_idx_mapping, all_token_ids, prompt_len, prefill_len, prompt_bin_mask, output_bin_counts)
 vllm.v1.sample.ops.topk_topp_sampler
-  # both runners filter with this function; where there is Triton, it searches the edges: engines/vllm/settings.py
+  # both runners filter with this function; where there is Triton, it searches the edges: port/settings.py
   HAS_TRITON
   ~ return apply_top_k_top_p_triton(
 vllm.v1.worker.gpu.sample.states
@@ -155,7 +155,7 @@ vllm.v1.sample.ops.topk_topp_triton
   ~ (max_range - min_range) < 1e-9 or num_iters >= 18
   ~ min_prob = tl.maximum(tl.exp(mn - M) / Z, 1e-30)
 vllm.v1.worker.gpu.mm.encoder_runner
-  EncoderRunner@prepare_mm_inputs  # replaced: requests/pictures.py
+  EncoderRunner@prepare_mm_inputs  # replaced: port/pictures.py
 vllm.v1.worker.gpu_worker
   # on GPUs, with both runners
   Worker@use_v2_model_runner
@@ -171,20 +171,20 @@ vllm.v1.worker.worker_base
 vllm.v1.worker.gpu_model_runner
   AsyncGPUModelRunnerOutput@_model_runner_output
   # the first model runner, on CPUs
-  GPUModelRunner@sample_tokens  # replaced: patches/kept_ids.py
+  GPUModelRunner@sample_tokens  # replaced: port/kept_ids.py
   GPUModelRunner@sampler
   GPUModelRunner@input_batch
   GPUModelRunner@requests
   GPUModelRunner@encoder_cache
   GPUModelRunner@compilation_config
-  GPUModelRunner@_batch_mm_inputs_from_scheduler  # replaced: requests/pictures.py
+  GPUModelRunner@_batch_mm_inputs_from_scheduler  # replaced: port/pictures.py
 vllm.v1.worker.lora_model_runner_mixin
   LoRAModelRunnerMixin@lora_manager
 vllm.v1.sample
   sampler
 vllm.v1.sample.sampler
-  batched_count_greater_than  # replaced: patches/eager.py
-  Sampler@sample  # replaced: patches/kept_ids.py
+  batched_count_greater_than  # replaced: port/patches.py
+  Sampler@sample  # replaced: port/kept_ids.py
   Sampler@apply_logits_processors
   Sampler@topk_topp_sampler
   apply_all_penalties
@@ -192,7 +192,7 @@ vllm.v1.outputs
   SamplingMaskLists
   ModelRunnerOutput@sampling_masks
 vllm.v1.core.sched.scheduler
-  Scheduler.__init__(vllm_config)  # replaced: patches/kept_ids.py
+  Scheduler.__init__(vllm_config)  # replaced: port/kept_ids.py
   Scheduler@return_sampling_mask
 vllm.platforms
   current_platform
@@ -208,7 +208,7 @@ vllm.distributed
   parallel_state
   tensor_model_parallel_all_gather
 vllm.distributed.parallel_state
-  destroy_distributed_environment  # replaced: workers/environment.py
+  destroy_distributed_environment  # replaced: port/patches.py
   _WORLD
 vllm.distributed.weight_transfer.base
   WeightTransferEngine@start_weight_update
@@ -283,12 +283,12 @@ vllm.model_executor.utils
 vllm.model_executor.models
   registry
 vllm.model_executor.models.registry
-  _run_in_subprocess  # replaced: sync/vllm/plugin.py
+  _run_in_subprocess  # replaced: port/patches.py
 vllm.model_executor.models.utils
   WeightsMapper@_map_name_with_shard
   WeightsMapper@get_rename_mapper
 vllm.model_executor.models.transformers.base
-  Base._decorate_cls_for_torch_compile(cls)  # replaced: patches/model_classes.py
+  Base._decorate_cls_for_torch_compile(cls)  # replaced: port/patches.py
 vllm.ir
   ops
 vllm.inputs.engine
@@ -315,7 +315,7 @@ vllm.lora.peft_helper
 vllm.lora.utils
   parse_fine_tuned_lora_name
 vllm.lora.worker_manager
-  WorkerLoRAManager._load_adapter(lora_request)  # replaced: engines/adapters/worker.py
+  WorkerLoRAManager._load_adapter(lora_request)  # replaced: port/lora.py
   WorkerLoRAManager@_adapter_manager
   WorkerLoRAManager@list_adapters
   WorkerLoRAManager@remove_adapter
@@ -330,10 +330,10 @@ vllm.lora.model_manager
   LoRAModelManager@capacity
   LoRAModelManager@punica_wrapper_mapping
 vllm.lora.punica_wrapper.punica_base
-  PunicaWrapperBase@update_metadata  # replaced on CPUs: engines/adapters/cpu_kernel.py
+  PunicaWrapperBase@update_metadata  # replaced on CPUs: port/lora.py
   PunicaWrapperBase@token_lora_indices
 vllm.lora.punica_wrapper.punica_cpu
-  PunicaWrapperCPU@add_lora_linear  # replaced: engines/adapters/cpu_kernel.py
+  PunicaWrapperCPU@add_lora_linear  # replaced: port/lora.py
 vllm.lora.ops.triton_ops.lora_shrink_op
   ~ assert inputs.dtype in [torch.float16, torch.bfloat16]
 vllm.entrypoints.launchers.api_server.entry

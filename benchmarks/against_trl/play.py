@@ -255,7 +255,7 @@ def recorded_engine(model: str, dtype: str, path: Path) -> Any:
     import torch
 
     from benchmarks.against_trl.workloads import read_rollouts
-    from lockstep.engines.protocol import Completion
+    from lockstep.contract.protocol import Completion
     from lockstep.engines.transformers_engine import TransformersEngine
     from lockstep.tokens.tokenizer import load_tokenizer
 

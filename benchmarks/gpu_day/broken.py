@@ -377,7 +377,7 @@ print("FOUND", broken._train(Path({folder!r}), "GRPO", {{**broken._GROUPS, "max_
 
 def order(sizes: Sizes) -> Iterator[Row]:
     """Digests of tensors that another stream has just written, against digests after a wait."""
-    from lockstep.engines.tensor_specs import begin_specs, one_push, tensor_digest, tensor_specs
+    from lockstep.contract.tensors import begin_specs, one_push, tensor_digest, tensor_specs
 
     if device().type != "cuda":
         yield {"what": "digests after a side stream", "is": "needs streams of a GPU"}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_day.measuring import Row, Sizes, device, make_model, measured, refusals, synchronize
-from lockstep.engines.tensor_specs import digest_of_all, tensor_specs
+from lockstep.contract.tensors import digest_of_all, tensor_specs
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire import cuda_ipc
 from lockstep.sync.wire.cuda_ipc import CudaIPCTransport

@@ -172,8 +172,8 @@ def _flex_memory(heads: int, keys: int, width: int, dtype: torch.dtype, where: t
 
 def digests(sizes: Sizes) -> Iterator[Row]:
     """GB/s of ways to digest weights that lie on the device."""
-    from lockstep.engines.device_digest import device_digests, digest_texts
-    from lockstep.engines.tensor_specs import tensor_digest, tensor_specs
+    from lockstep.contract.device_digest import device_digests, digest_texts
+    from lockstep.contract.tensors import tensor_digest, tensor_specs
 
     where, full = device(), sizes.repeats > 1
     count, shape = (24, (4096, 8192)) if full else (4, (64, 64))

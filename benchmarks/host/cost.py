@@ -31,10 +31,11 @@ import numpy as np
 import torch
 
 from benchmarks.host.cost_plot import drawing
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests.messages import completion_from
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm.requests.conversion import completion
+from lockstep.engines.vllm.port.requests import completion
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.frames import decode, encode
@@ -47,18 +48,22 @@ from lockstep.rollouts.scores.rewards import RewardScorer
 from lockstep.run.files.completion_log import rows_of
 from lockstep.run.files.rollout_files import keep_rollouts
 from lockstep.training.batch.pack import Pack
+from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.draw_sums import DrawSums
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.step import update_sums
+from lockstep.training.methods.objective import TokenBatch
 from lockstep.training.step.generation import Preparation
 from lockstep.training.step.update import OptimizerStep, Policy
+from lockstep.verify.unwatched import Unwatched
+from lockstep.watch import evidence
+from lockstep.watch.advantages import AdvantageProof, advantage_proof, check_batch, check_still
 from lockstep.watch.ahead import check_staleness
-from lockstep.watch.custody import sampled_tokens
+from lockstep.watch.custody import SampledTokens, check_aside, check_entering, sampled_tokens
 from lockstep.watch.draws import DrawEvidence, DrawStats, measure_draws
-from lockstep.watch.forward import StepProofs
+from lockstep.watch.evidence import kept
 from lockstep.watch.gap import check_count
 from lockstep.watch.receipt import Receipt
 from lockstep.watch.rewards import check_rows
@@ -178,11 +183,25 @@ class MadeUpPolicy(Policy):
             return TokenScores(logps, torch.rand(len(logps)), draws=sums if bets else None)
 
 
-class MadeUpPreparation(Preparation):
-    """A preparation that does not score one completion with the reference model again, because the model takes no time here."""
+class WatchOfTokens(Unwatched):
+    """The proofs of what enters the loss; nothing else is proven, because the model takes no time here."""
 
-    def _check_scores(self, *args: Any) -> None:
-        pass
+    def __init__(self) -> None:
+        self.sampled: SampledTokens | None = None
+        self.expected: AdvantageProof | None = None
+
+    def forward(self, batch: TokenBatch, *, learned: bool) -> None:
+        assert self.sampled is not None
+        assert self.expected is not None
+        check_entering(self.sampled, batch)
+        if learned:
+            check_batch(self.expected, batch)
+
+    def aside(self, sequences: Sequence[TrainingSequence]) -> None:
+        assert self.sampled is not None
+        assert self.expected is not None
+        check_still(self.expected, sequences)
+        check_aside(self.sampled, [s for s in sequences if s.entropies is not None or s.aside])
 
 
 class MadeUpReference:
@@ -289,20 +308,22 @@ def learn(groups: list[RolloutGroup], config: GRPOConfig, watch: RowClock, folde
         with watch.row("bets on draws"):
             return measure_draws(*args)
 
-    with watch.row("preparation"), patch.object(update_sums, "measure_draws", bet):
-        preparation = MadeUpPreparation(objective, MadeUpReference(), clock, ranks)  # type: ignore[arg-type]
-        generation, scored = preparation.generation(policy, groups, _VERSION)
+    with watch.row("preparation"), patch.object(evidence, "measure_draws", bet):
+        proofs = WatchOfTokens()
+        preparation = Preparation(objective, MadeUpReference(), clock, ranks, proofs)  # type: ignore[arg-type]
+        generation, scored, sequences = preparation.generation(policy, groups, _VERSION)
         assert scored is not None
-        sampled = sampled_tokens(groups, scored.logps, config.completions_per_micro_batch, own_forward=True)
+        proofs.expected = advantage_proof(objective, groups, sequences)
+        proofs.sampled = sampled_tokens(groups, scored.logps, config.completions_per_micro_batch, own_forward=True)
         size = config.gradient_accumulation_steps
         prepared = preparation.step(policy, generation.step(0, size), moved=False)
         generation = generation.with_step(0, size, prepared)
 
-    with watch.row("columns, loss, gap"), patch.object(update_sums, "measure_draws", bet):
-        optimizer_step = OptimizerStep(objective, clock, ranks, StepProofs(generation.expected, sampled))
+    with watch.row("columns, loss, gap"), patch.object(evidence, "measure_draws", bet):
+        optimizer_step = OptimizerStep(objective, clock, ranks, proofs)
         for part, batch in enumerate(generation.micro_batches):
             optimizer_step.learn(policy, batch, part)
-        total = optimizer_step.finish(lambda sums: None, [])
+        total = kept(optimizer_step.finish([]).evidence)
     with watch.row("bets on draws"):
         DrawEvidence().add(total.draws)
     with watch.row("receipt and log"):

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.engines.filters.sampling import filtered
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.filters import filtered
+from lockstep.contract.sampling import Sampling
 from lockstep.model_files import load_files
 from lockstep.models.resolve import resolve_model
 from lockstep.tokens.arrays import reals

@@ -246,7 +246,7 @@ class KeptSetRecord:
         class Reader(TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 sets = proofs.kept_sets
-                found.append((sets, mean_limit(sets.tokens, proofs.distribution.sampling, proofs._tail.limit)))
+                found.append((sets, mean_limit(sets.tokens, proofs.distribution.sampling, proofs.tail.limit)))
 
         return Reader()
 

@@ -115,13 +115,12 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     """The counted functions: name of the proof, owner of the functions, their names, and a function that tells when they count."""
     import torch
 
-    import lockstep.engines.inbox as inbox
-    import lockstep.engines.tensor_specs as reading
+    import lockstep.contract.inbox as inbox
+    import lockstep.contract.tensors as reading
     import lockstep.rollouts.driver as driver
-    import lockstep.run.loop as loop
-    import lockstep.training.step.generation as generation
-    import lockstep.training.step.update_sums as update_sums
     import lockstep.watch.engine as proofs
+    import lockstep.watch.evidence as evidence
+    import lockstep.watch.run as watch
     from lockstep.rollouts.record import Record
     from lockstep.training.forward.draw_sums import DrawSums
     from lockstep.training.step.update import Policy
@@ -130,7 +129,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.watch.draws import DrawEvidence
     from lockstep.watch.ends import Ends
     from lockstep.watch.finite_differences import Added
-    from lockstep.watch.forward import StepProofs
+    from lockstep.watch.forward import PlainForward
     from lockstep.watch.hooks import HeldHooks
     from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats
     from lockstep.watch.loss_gradient import LossGradient
@@ -157,19 +156,19 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("kept_ids", KeptSetProof, ("check",)),
         ("kept_ids", KeptSetStats, ("check_mean",)),
         ("draws", DrawSums, ("of_rows", "of_sets")),
-        ("draws", update_sums, ("draws_of",)),
+        ("draws", evidence, ("draws_of",)),
         ("draws", DrawEvidence, ("add", "check")),
-        ("gap", update_sums, ("gap_of",)),
+        ("gap", evidence, ("gap_of",)),
         ("gap", proofs.Proofs, ("check_gap",)),
-        ("rows", loop, ("check_rows",)),
+        ("rows", watch, ("check_rows",)),
         ("scores", AskedAgain, ("check",)),
         ("rewards, advantages", AdvantageProof, ("__init__", "check")),
-        ("rewards, advantages", generation, ("advantage_proof",)),
+        ("rewards, advantages", watch, ("advantage_proof",)),
         # The proof that the trainer learns from what was sampled: the seal of each rollout, and its comparison with each pack.
         ("learned", driver, ("seal_of",)),
-        ("learned", loop, ("sampled_tokens",)),
-        ("learned", StepProofs, ("check_part", "check_tokens")),
-        ("forward", StepProofs, ("check_forward",)),
+        ("learned", watch, ("sampled_tokens",)),
+        ("learned", watch, ("check_entering",)),
+        ("forward", PlainForward, ("check",)),
         ("loss_gradient", LossGradient, ("watch", "check")),
         ("model_gradient", ModelGradient, ("begin", "finish")),
         ("model_gradient", Added, ("__init__", "read")),
@@ -183,7 +182,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("learning_rate", Rates, ("at",)),
         ("update", UpdateProof, ("begin_step", "gradients", "after")),
         ("reference", FrozenWeights, ("check", "check_elements")),
-        ("ranks", loop, ("check_same_weights",)),
+        ("ranks", watch, ("check_same_weights",)),
         ("receipt", Receipt, ("append",)),
     ]
     always = [(*place, lambda: True) for place in found]

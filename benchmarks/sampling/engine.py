@@ -70,7 +70,8 @@ def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
 def requests(model: str, name: str, number: int) -> list[Any]:
     """The requests of a step. The completions of a prompt follow each other, and each has its own seed."""
     from benchmarks.against_trl.workloads import prompts, workload
-    from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling, request_seed
+    from lockstep.contract.protocol import GenerationRequest, RequestKey, request_seed
+    from lockstep.contract.sampling import Sampling
     from lockstep.tokens.tokenizer import load_tokenizer
 
     work, tokenizer = workload(name), load_tokenizer(model)

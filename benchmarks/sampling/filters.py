@@ -32,8 +32,8 @@ import msgspec
 from benchmarks.against_trl.workloads import make_model
 from benchmarks.sampling.engine import requests, started
 from benchmarks.sampling.settings import machine
-from lockstep.engines.protocol import Completion, GenerationRequest
-from lockstep.engines.vllm.requests.conversion import completion, sampling_params
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.engines.vllm.port.requests import completion, sampling_params
 
 FILTERS: dict[str, dict[str, float]] = {
     "top-p 0.95": {"top_p": 0.95},

@@ -168,7 +168,7 @@ class Play:
 
     @staticmethod
     def _starts(prompts: Sequence[tuple[Any, Any]], number: int, tokens: int) -> list[Any]:
-        from lockstep.engines.protocol import Sampling
+        from lockstep.contract.sampling import Sampling
         from lockstep.rollouts.driver import starts_for
         from lockstep.rollouts.group import Prompt
 

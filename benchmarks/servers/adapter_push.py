@@ -19,18 +19,18 @@ from typing import Any
 import peft
 import torch
 
-from lockstep.engines.adapters.in_process import adapter_arguments
-from lockstep.engines.protocol import Engine, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Engine, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.adapters import add_adapter
 from lockstep.models.autocast import Precision
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
-from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.adapters.source import adapter_shape
-from lockstep.sync.changes import Update
-from lockstep.sync.push import push_weights
+from lockstep.sync.push import Update, push_weights
+from lockstep.sync.source import weights_of
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.watch.adapter_probe import check_adapter_probe
 from lockstep.watch.modules import ModuleProbe
@@ -67,7 +67,7 @@ def main() -> None:
         count_alarms(getattr(torch, args.dtype), args.alarms)
     elif args.engine == "vllm":
         if args.vllms_kernel:
-            from lockstep.engines.adapters import worker
+            from lockstep.engines.vllm.port import lora as worker
 
             worker.use_cpu_kernel = lambda slots: None
         for alone in (True,) if args.vllms_kernel else (False, True):

@@ -57,7 +57,8 @@ def main() -> None:
 
 def requests(seed: int) -> list[Any]:
     """The requests of a round. As in training, there are several per prompt, with very different lengths."""
-    from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+    from lockstep.contract.protocol import GenerationRequest, RequestKey
+    from lockstep.contract.sampling import Sampling
 
     draw = random.Random(seed)
     batch = []
@@ -71,7 +72,8 @@ def requests(seed: int) -> list[Any]:
 
 def cache_filling_requests() -> list[Any]:
     """Requests whose prompts have nothing in common. Together they fill the key-value cache."""
-    from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+    from lockstep.contract.protocol import GenerationRequest, RequestKey
+    from lockstep.contract.sampling import Sampling
 
     draw = random.Random(-1)
     prompts = [tuple(draw.randrange(100, 40_000) for _ in range(500)) for _ in range(CONCURRENT + 8)]

@@ -111,7 +111,8 @@ def gap_of(engine: Any, model: Any, held: Any, version: int) -> float:
     """The parity gap on a few completions that the server samples now."""
     import torch
 
-    from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+    from lockstep.contract.protocol import GenerationRequest, RequestKey
+    from lockstep.contract.sampling import Sampling
     from lockstep.watch.gap import GapStats, measure_gap, over_limits
     from lockstep.watch.tolerances import tolerance
 

@@ -245,8 +245,8 @@ def from_test(engine: Any, generate: Any, requests: Any) -> list[Any]:
     """Completions whose ids come from a test's `generate`, with the log-probs of the engine's model."""
     import torch
 
-    from lockstep.engines.filters.sampling import processed_logprobs
-    from lockstep.engines.protocol import Completion
+    from lockstep.contract.filters import processed_logprobs
+    from lockstep.contract.protocol import Completion
     from lockstep.tokens.arrays import reals, whole_numbers
 
     longest = max(len(request.prompt_ids) for request in requests)
@@ -262,7 +262,7 @@ def from_test(engine: Any, generate: Any, requests: Any) -> list[Any]:
         sampled = sampled[:end]
         prompt = request.prompt_ids.tolist()
         with torch.no_grad():
-            logits = engine._model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
+            logits = engine.model(torch.tensor([prompt + sampled])).logits[0, len(prompt) - 1 : -1]
         logprobs = [
             float(processed_logprobs(row, request.sampling, prompt, sampled[:place], end_ids=ends)[sampled[place]])
             for place, row in enumerate(logits)

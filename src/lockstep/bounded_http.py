@@ -1,13 +1,14 @@
 """One HTTP call of which the caller says how many bytes and seconds the answer may take.
 
-Another program may listen where a server is expected. Its answer is read without decompression, so that the bytes in memory are
-the bytes that were sent, and a limit of time covers the whole call: an answer that drips ends too. Everything that a trainer reads
-from a server goes through here (`engines/http/server_calls.py`, `images/urls.py`, `audit/server.py`, `server/supervisor.py`).
+Another program may listen where a server is expected. Its answer is read without decompression, so that the bytes in
+memory are the bytes that were sent, and a limit of time covers the whole call: an answer that drips ends too.
+Everything that a trainer reads from a server goes through here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -81,3 +82,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
                 with suppress(RuntimeError):  # The loop is closed: the coroutine itself has failed.
                     loop.call_soon_threadsafe(task.cancel)
             raise
+
+
+def is_local(host: str) -> bool:
+    """Whether a host is `localhost` or a loopback address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,8 +1,7 @@
 """Keeps Python's garbage collector off while a program starts.
 
-PyTorch, transformers and vLLM make a million objects at their import, and nearly all of them stay. The collector looks through
-all objects again and again meanwhile, which is a fifth of the time of the imports. Used by the command line, by a run while it
-makes its trainer, and by the engine while it imports vLLM.
+PyTorch, transformers and vLLM make a million objects at their import, and nearly all of them stay. The collector looks
+through all objects again and again meanwhile, which is a fifth of the time of the imports.
 """
 
 from __future__ import annotations

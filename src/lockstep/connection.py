@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedModel
 
+from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
 from lockstep.engines.http.server_calls import ServerCalls, check_urls
-from lockstep.engines.http.transport import WeightTransport
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.models.autocast import Precision
 from lockstep.server.keys import key_for
 from lockstep.sync.push import SyncRecord
-from lockstep.sync.wire.transport import choose_transport
+from lockstep.sync.wire.transport import WeightTransport, choose_transport
 from lockstep.watch.gap import GapStats
 from lockstep.watch.handshake import check_settings, expected_settings
 from lockstep.watch.modules import ProbeRecord
@@ -86,7 +85,8 @@ class Connection:
 
         Raises:
             InputError: a sequence has fewer than two ids, or fills the whole context.
-            ProofError, EngineLost: as in `generate`.
+            ProofError: the servers have received no weights yet, or an answer does not match its request.
+            EngineLost: a server was lost.
         """
         return self.engine.score({name: tuple(ids) for name, ids in sequences.items()})
 

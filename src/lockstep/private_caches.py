@@ -1,9 +1,9 @@
 """Folders from which libraries execute what they have compiled before: no other user can change what is in them.
 
-PyTorch's compiler keeps pickles and shared objects in `torchinductor_<user>` in the shared temporary folder, and whoever makes that
-folder first chooses what a run executes. Such a folder gets a place in the user's own cache. Other libraries use a folder in the
-home directory, or where a variable says. These folders are checked. `cli/main.py` and the trainers do it before a library reads a
-variable, and child processes, such as a server's, inherit the variables.
+PyTorch's compiler keeps pickles and shared objects in `torchinductor_<user>` in the shared temporary folder, and
+whoever makes that folder first chooses what a run executes. Such a folder gets a place in the user's own cache. Other
+libraries use a folder in the home directory, or where a variable says. These folders are checked. Commands and
+trainers do it before a library reads a variable, and child processes, such as a server's, inherit the variables.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def use_private_caches() -> None:
     """Set the variables of this process and of its children, after those that a user without a home needs.
 
     Raises:
-        InputError: as in `private_caches`.
+        InputError: others can change a folder that a variable of the environment names.
     """
     os.environ.update(missing_home(os.environ))
     os.environ.update(private_caches(os.environ))

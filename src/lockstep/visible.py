@@ -1,8 +1,8 @@
 r"""Makes characters visible that a terminal or a browser would obey or hide: a text of a model, a tool or a file stays a text.
 
-ESC becomes `\x1b`, an order to write from right to left `\u202e`, a character without width `\u200b`. Letters of every script stay,
-and so do the joiners without which some scripts and emoji cannot be written: in Arabic, Persian and Indic scripts, and inside an
-emoji. Whatever is printed or becomes part of a page goes through here (`report/terminal.py`, `report/page/markup.py`).
+ESC becomes `\x1b`, an order to write from right to left `\u202e`, a character without width `\u200b`. Letters of every
+script stay, and so do the joiners without which some scripts and emoji cannot be written: in Arabic, Persian and Indic
+scripts, and inside an emoji. Whatever is printed or becomes part of a page goes through here.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from shifted_engine import ShiftedEngine
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer
 
 import lockstep
-from lockstep.engines.protocol import Completion, Engine
+from lockstep.contract.protocol import Completion, Engine
 from lockstep.models.vision import model_class
 
 COMMON: dict[str, Any] = {

@@ -14,7 +14,7 @@ from methods import GROUPS, PAIRS, PROMPTS, by_length, make
 from pairs import _loaded, _tokenizer, _trl
 from transformers import Trainer
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.run.trainers.attribute import Absent
 from lockstep.run.trainers.trl_names import TRLNames
 

@@ -29,8 +29,8 @@ from tiny import CONTEXT, make_tokenizer, save
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import lockstep
-from lockstep.engines.protocol import Engine, RequestKey
-from lockstep.engines.vllm.requests.conversion import completion
+from lockstep.contract.protocol import Engine, RequestKey
+from lockstep.engines.vllm.port.requests import completion
 from lockstep.errors import InputError
 from lockstep.sync.push import push_weights
 

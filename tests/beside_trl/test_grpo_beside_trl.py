@@ -32,7 +32,7 @@ from pairs import (
 )
 from portions import portion
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 
 pytest.importorskip("trl", reason="TRL is not installed here")
 

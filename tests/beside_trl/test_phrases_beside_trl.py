@@ -20,7 +20,7 @@ from datasets import IterableDataset
 from methods import GROUPS, PROMPTS, make
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.rollouts.programs.rollout_func import Bounds, groups_of_columns

@@ -24,7 +24,7 @@ from pairs import (
     theirs,
 )
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 
 pytest.importorskip("trl", reason="TRL is not installed here")
 

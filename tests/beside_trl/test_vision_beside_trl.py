@@ -22,7 +22,7 @@ from seeing import make_seeing_tokenizer, picture, save_seeing
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, Idefics3Processor
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.images.prompts import ImagePrompts
 
 trl = pytest.importorskip("trl", reason="TRL is not installed here")

@@ -18,8 +18,9 @@ from test_engine_contract import forward_logits
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, derived_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, derived_seed
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import LockstepError
 from lockstep.models.autocast import Precision
@@ -219,7 +220,7 @@ def test_a_push_may_land_in_the_middle_of_a_conversation(
         assert between.wait(120)
         with ahead.held():
             push_weights(second, engine, 2)
-        driver._loop.run(opened(go_on))
+        driver.loop.run(opened(go_on))
         found = ahead.take(3)
     completions = [rollout.completion for rollout in found.values()]
     for key in waiting:

@@ -1,4 +1,4 @@
-"""One suite for every engine: the contract of `engines/protocol.py`, and weights before and after a push."""
+"""One suite for every engine: the contract of `contract/protocol.py`, and weights before and after a push."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from servers import Server
 from tiny import CONTEXT, make_model, perturbed
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.rollouts.driver import collect
@@ -326,12 +327,12 @@ def test_a_failed_update_closes_the_engine_until_a_whole_one(engine: Engine, pus
 
 def test_a_generation_that_takes_too_long_is_ended_and_leaves_nothing_behind(engine: Engine) -> None:
     asked = requests(8, Sampling(max_tokens=100))
-    limit, engine._timeout = engine._timeout, 0.0  # type: ignore[attr-defined]
+    limit, engine.timeout = engine.timeout, 0.0  # type: ignore[attr-defined]
     try:
         with pytest.raises(LockstepError, match="did not finish"):
             engine.generate(asked)
     finally:
-        engine._timeout = limit  # type: ignore[attr-defined]
+        engine.timeout = limit  # type: ignore[attr-defined]
     few = requests(2, Sampling(max_tokens=3), seed=9)
     assert engine.generate(few).keys() == {request.key for request in few}
 

@@ -13,8 +13,9 @@ from by_the_book import kept_set, logprob, shaped
 from tiny import make_model, make_tokenizer
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.grammars import GrammarCompiler
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Grammar, RequestKey, Sampling
+from lockstep.contract.grammars import GrammarCompiler
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError, LockstepError
 from lockstep.sync.push import push_weights
 

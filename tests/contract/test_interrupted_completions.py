@@ -12,7 +12,8 @@ from test_engine_contract import forward_logits
 from tiny import CONTEXT, make_model
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Completion, Engine, Sampling
+from lockstep.contract.protocol import Completion, Engine
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.rollouts.conversation import single_turn
 from lockstep.rollouts.driver import collect

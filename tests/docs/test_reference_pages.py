@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
 
 import pytest
+
+from lockstep.errors import PROOFS_PAGE, ProofError
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -22,10 +25,75 @@ METRIC = re.compile(
 FAULT = re.compile(r"\b([TLWDPASRGBMUEFCHQ])(\d{1,2})[a-z]?\b")
 
 
-@pytest.mark.parametrize("page", ["fields.md", "proofs.md", "faults.md"])
-def test_a_page_is_what_the_script_writes(page: str) -> None:
-    path = reference.REFERENCE / page
-    assert reference.pages()[path] == path.read_text(), AGAIN
+def test_the_pages_are_what_the_script_writes() -> None:
+    for path, text in reference.pages().items():
+        assert text == path.read_text(), f"{path.name}: {AGAIN}"
+
+
+ENDS = """\"\"\"Checks ends.
+
+Proof `ends`.
+Shows: every answer ended where
+its request says (docs/internals/proof.md#limits).
+When: every request.
+\"\"\"
+raise ProofError("ends", found, cause, fix)
+"""
+
+
+def test_a_proof_and_its_block_come_together(tmp_path: Path) -> None:
+    file = tmp_path / "ends.py"
+    file.write_text(ENDS)
+    shows = "every answer ended where its request says ([more](../internals/proof.md#limits))."
+    assert (
+        f"## Every request\n\n### `ends`\n\n- **Shows:** {shows}\n- **When:** every request.\n- **File:** `ends.py`\n"
+        in reference.proofs_page(tmp_path)
+    )
+    wrong = {
+        "ends.py raises `ends`, and no docstring has the block: Proof `ends`.": ("Proof `ends`", "Of `ends`"),
+        "ends.py describes `beginnings`, and nothing raises it": ("`ends`", "`ends`, `beginnings`"),
+        "ends.py: a block has the lines Proof, Shows": ("When:", "Then:"),
+        "ends.py: proof `ends` is made at no moment of a run: every Monday.": ("every request", "every Monday"),
+    }
+    for message, (found, other) in wrong.items():
+        file.write_text(ENDS.replace(found, other))
+        with pytest.raises(SystemExit, match=re.escape(message)):
+            reference.proofs_page(tmp_path)
+
+
+def test_the_table_of_the_watch_names_the_proofs_that_its_events_make() -> None:
+    """An event that uses a function `check_…`, or such a method of an attribute, has a proof of its module in its row."""
+    run = ast.parse((SOURCE / "watch/run.py").read_text())
+    rows = re.findall(r"^\| (`.+?) \| (.+) \|$", ast.get_docstring(run) or "", re.M)
+    listed = {
+        event: set(re.findall(r"`(\w+)`", row)) for events, row in rows for event in re.findall(r"`(\w+)`", events)
+    }
+    proofs: dict[str, set[str]] = {}
+    for node in run.body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lockstep."):
+            tree = ast.parse(SOURCE.parent.joinpath(*str(node.module).split(".")).with_suffix(".py").read_text())
+            blocks = reference.blocks_of(ast.get_docstring(tree) or "", "")
+            own = reference.raised_in(tree).union(*(block.names for block in blocks))
+            proofs |= {alias.name: own for alias in node.names}
+    (watch,) = (node for node in run.body if isinstance(node, ast.ClassDef))
+    methods = {node.name: node for node in watch.body if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(methods["__init__"]):
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            (target,) = node.targets if isinstance(node, ast.Assign) else [node.target]
+            classes = [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and n.id[0].isupper()]
+            proofs |= {ast.unparse(target): proofs[name] for name in classes if name in proofs}
+    page = (reference.REFERENCE / "proofs.md").read_text()
+    wrong = [f"{event}: {name}" for event, row in listed.items() for name in row if f"`{name}`" not in page]
+    seen = set()
+    for event, method in methods.items():
+        for node in ast.walk(method):
+            name = ast.unparse(node.value) if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+            if name in proofs and getattr(node, "attr", name).startswith("check"):
+                seen.add(name)
+                if not proofs[name] & listed.get(event, set()):
+                    wrong.append(f"{event} uses {name}, which proves {sorted(proofs[name])}")
+    assert {"check_rows", "self.hooks", "self.asked_again"} <= seen
+    assert wrong == []
 
 
 def test_every_metric_of_the_code_has_a_meaning() -> None:
@@ -78,10 +146,26 @@ def test_every_family_that_was_verified_is_listed_by_name() -> None:
 
 def test_every_proof_has_advice() -> None:
     advice = (ROOT / "docs/troubleshooting/proofs.md").read_text()
-    headings = re.findall(r"^## (.*)$", (reference.REFERENCE / "proofs.md").read_text(), re.M)
+    headings = re.findall(r"^### (.*)$", (reference.REFERENCE / "proofs.md").read_text(), re.M)
     names = {name for heading in headings for name in re.findall(r"`(\w+)`", heading)}
     assert len(names) > 30
-    assert sorted(name for name in names - {"max_staleness"} if f"`{name}`" not in advice) == []
+    assert sorted(name for name in names if f"`{name}`" not in advice) == []
+
+
+def test_every_check_that_can_fail_has_a_row_on_the_page_that_its_error_names() -> None:
+    page = (ROOT / PROOFS_PAGE).read_text(encoding="utf-8")
+    rows = {name for row in re.findall(r"^\| ([^|]+) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)}
+    raised = {
+        name for path in SOURCE.rglob("*.py") for name in re.findall(r'\bProofError\(\s*"(\w+)"', path.read_text())
+    }
+    assert len(raised) > 45
+    assert sorted(raised - rows) == []
+
+
+def test_the_message_of_a_proof_ends_with_the_page_that_explains_it() -> None:
+    *_, fix, page = str(ProofError("gap", "0.3 nats", "rounding", "run in fp32")).splitlines()
+    assert fix == "  what to do: run in fp32"
+    assert page == "  explained in: docs/troubleshooting/proofs.md, row gap"
 
 
 def test_messages_that_the_help_quotes_stand_in_the_source() -> None:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lockstep.engines.answers import check_answers, check_requests, check_scores
+from lockstep.contract.inbox import check_answers, check_requests, check_scores
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey, request_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests.messages import completion_from, scores_from, stamps_of
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling, request_seed
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.tokens.kept_ids import KeptIds
 

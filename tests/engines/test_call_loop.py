@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import threading
 
-from lockstep.engines.http.call_loop import CallLoop
+from lockstep.threads import CallLoop
 
 
 def test_a_loop_that_nobody_closed_ends_its_thread_and_closes_its_files() -> None:
     made = CallLoop("dropped")
-    loop, thread = made._loop, made._thread
+    loop, thread = made.loop, made.thread
     assert threading.Thread.is_alive(thread)
     del made
     gc.collect()
@@ -23,5 +23,5 @@ def test_a_loop_that_is_closed_ends_its_thread_too_and_may_be_closed_twice() -> 
     made = CallLoop("closed")
     made.close()
     made.close()
-    assert not made._thread.is_alive()
-    assert made._loop.is_closed()
+    assert not made.thread.is_alive()
+    assert made.loop.is_closed()

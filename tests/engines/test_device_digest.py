@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.engines import device_digest
-from lockstep.engines.device_digest import device_digests, digest_texts
+from lockstep.contract import device_digest
+from lockstep.contract.device_digest import device_digests, digest_texts
 
 KEY = 0x0123456789ABCDEF0123456789ABCDEF
 _ALL = 1 << 64
@@ -83,7 +83,7 @@ def test_chunks_and_levels_give_the_digest_of_the_definition(monkeypatch):
     large = of_bytes(1500 * 16384 + 7)
     whole = text(large)
     assert whole == by_hand(large)
-    monkeypatch.setattr(device_digest, "_CHUNK", 16384 * 7)
+    monkeypatch.setattr(device_digest, "CHUNK", 16384 * 7)
     assert text(large) == whole
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny import make_tokenizer
 
-from lockstep.engines.filters.distribution import Grammar
-from lockstep.engines.filters.grammars import GrammarCompiler
+from lockstep.contract.grammars import GrammarCompiler
+from lockstep.contract.sampling import Grammar
 from lockstep.errors import ProofError
 
 GRAMMARS = [

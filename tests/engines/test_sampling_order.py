@@ -1,4 +1,4 @@
-"""`engines/filters/sampling.py` computes the distribution that `Sampling` defines. The order of its steps is vLLM's."""
+"""`contract/filters.py` computes the distribution that `Sampling` defines. The order of its steps is vLLM's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.filters.sampling import banned_ids, processed_logprobs
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.filters import banned_ids, processed_logprobs
+from lockstep.contract.sampling import Sampling
 
 V = 40
 END_IDS = (0, 1)

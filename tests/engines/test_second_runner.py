@@ -12,9 +12,8 @@ from conftest import VLLM
 
 from lockstep.engines.vllm.arguments import MAX_KEPT_IDS
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.limits import request_limits
-from lockstep.engines.vllm.patches.kept_ids import SecondRunnerKeptIds
-from lockstep.engines.vllm.settings import _searches_top_p
+from lockstep.engines.vllm.port.kept_ids import SecondRunnerKeptIds
+from lockstep.engines.vllm.port.settings import _searches_top_p, request_limits
 from lockstep.errors import InputError
 
 pytestmark = VLLM

@@ -17,9 +17,11 @@ from conftest import VLLM, start
 from tiny import make_model
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
-from lockstep.engines.vllm import in_process, sleep
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
+from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.port import sleep
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.integrations.proven_engine import ProvenEngine
 from lockstep.models.autocast import Precision
@@ -93,7 +95,7 @@ def made(untied_dir: str) -> Iterator[tuple[VLLMInProcess, Memory]]:
 
 @pytest.fixture
 def engine(made: tuple[VLLMInProcess, Memory], monkeypatch: pytest.MonkeyPatch) -> VLLMInProcess:
-    monkeypatch.setattr(made[0]._sleep, "level", 2)
+    monkeypatch.setattr(made[0].sleeping, "level", 2)
     made[1].calls.clear()
     return made[0]
 
@@ -190,7 +192,7 @@ def test_level_1_keeps_the_weights_and_proves_that_they_came_back(
     model = make_model()
     pushing = pusher(engine, model)
     pushing.push(0)
-    monkeypatch.setattr(engine._sleep, "level", 1)
+    monkeypatch.setattr(engine.sleeping, "level", 1)
     let_sleep(engine)
     proof = pushing.push(1, canary=True)
     assert memory.calls == ["sleep 1", "wake weights", "wake kv_cache"]

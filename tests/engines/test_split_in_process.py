@@ -28,9 +28,10 @@ from tiny import CONTEXT, make_model, perturbed
 from transformers import PreTrainedModel
 from two_ranks import ALONE
 
-from lockstep.engines.adapters.in_process import adapter_arguments
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm import in_process
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.models.autocast import Precision

@@ -10,8 +10,9 @@ from largest import Largest
 from model_families import make_family, save_family
 from tiny import CONTEXT, save
 
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines import transformers_engine
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.tokens.tokenizer import load_tokenizer
 
@@ -27,14 +28,14 @@ def test_scores_hold_the_logits_of_a_few_rows_at_a_time(untied_dir: str, monkeyp
     engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=CONTEXT)
     engine.commit_version(0)
     ids = tuple(range(5, 105))
-    monkeypatch.setattr(transformers_engine, "_SCORED_ROWS", 4)
+    monkeypatch.setattr(transformers_engine, "SCORED_ROWS", 4)
     with Largest() as seen:
         found = engine.score({"a": ids})["a"]
     # The largest tensor is the head's weights, a matrix for 64 rows. The logits of all 99 rows would be larger.
-    assert seen.elements == engine._model.get_output_embeddings().weight.numel() < 99 * engine._model.config.vocab_size
+    assert seen.elements == engine.model.get_output_embeddings().weight.numel() < 99 * engine.model.config.vocab_size
     with torch.no_grad():
-        given = torch.tensor([ids[:-1]], device=engine._model.device)
-        logps = engine._model(input_ids=given).logits[0].log_softmax(-1).cpu()
+        given = torch.tensor([ids[:-1]], device=engine.model.device)
+        logps = engine.model(input_ids=given).logits[0].log_softmax(-1).cpu()
     expected = logps.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(found), expected)
 
@@ -55,14 +56,14 @@ def test_rows_that_have_ended_do_not_run_past_the_models_positions(tmp_path: Pat
 
 def test_a_batch_holds_as_many_rows_as_fit(untied_dir: str) -> None:
     engine = TransformersEngine(untied_dir, load_tokenizer(untied_dir), dtype=torch.float32, max_model_len=100)
-    engine._max_num_seqs = 3
+    engine.max_num_seqs = 3
 
     def sizes(*rows: tuple[int, int]) -> list[int]:
         requests = [
             GenerationRequest(RequestKey("a", n), [7] * length, Sampling(max_tokens=room), n)
             for n, (length, room) in enumerate(rows)
         ]
-        return [len(batch) for batch in engine._batches([engine._row(request) for request in requests])]
+        return [len(batch) for batch in engine.batches([engine.row(request) for request in requests])]
 
     assert sizes(*[(10, 20)] * 7) == [3, 3, 1]
     assert sizes((10, 90), (20, 80), (30, 20)) == [1, 1, 1]
@@ -79,13 +80,13 @@ def test_padding_does_not_reach_the_state_of_a_shorter_prompt(family: str, tmp_p
     requests = [
         GenerationRequest(RequestKey("a", n), prompt, Sampling(max_tokens=4), n) for n, prompt in enumerate(prompts)
     ]
-    assert [len(batch) for batch in engine._batches([engine._row(request) for request in requests[::-1]])] == [2, 1]
+    assert [len(batch) for batch in engine.batches([engine.row(request) for request in requests[::-1]])] == [2, 1]
     answers = engine.generate(requests)
     for request in requests:
         answer = answers[request.key]
-        ids = torch.tensor([[*request.prompt_ids, *answer.token_ids]], device=engine._model.device)
+        ids = torch.tensor([[*request.prompt_ids, *answer.token_ids]], device=engine.model.device)
         with torch.no_grad():
-            logps = engine._model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+            logps = engine.model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
         own = logps.gather(1, ids[0, 1:, None])[-len(answer.token_ids) :, 0].cpu()
         torch.testing.assert_close(torch.tensor(list(answer.logprobs)), own, atol=1e-4, rtol=0)
 
@@ -98,7 +99,7 @@ def test_a_mamba_in_half_precision_is_scored_as_its_own_forward_scores(tmp_path:
     ids = tuple(range(5, 25))
     found = engine.score({"a": ids})["a"]
     with torch.no_grad():
-        given = torch.tensor([ids[:-1]], device=engine._model.device)
-        logits = engine._model(input_ids=given, use_cache=False).logits[0].cpu()
+        given = torch.tensor([ids[:-1]], device=engine.model.device)
+        logits = engine.model(input_ids=given, use_cache=False).logits[0].cpu()
     expected = logits.float().log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(found), expected)

@@ -12,9 +12,10 @@ from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.patches.eager import count_at_least
+from lockstep.engines.vllm.port.patches import count_at_least
 from lockstep.models.policy import load_policy
 from lockstep.sync.push import push_weights
 
@@ -51,7 +52,7 @@ def test_the_compilers_table_is_not_loaded_with_vllm_and_can_be_loaded_later() -
     code = """
 import sys
 import lockstep
-from lockstep.engines.vllm.patches.eager import import_without_compiler
+from lockstep.engines.vllm.port.patches import import_without_compiler
 import_without_compiler()
 assert "vllm" in sys.modules and "torch._inductor.lowering" not in sys.modules
 import torch._inductor.lowering

@@ -72,6 +72,24 @@ def test_every_import_from_vllm_stands_in_the_table() -> None:
     assert not missing
 
 
+# What vLLM documents for programs that use it. Everything else may change with a release.
+DOCUMENTED = {"vllm", "vllm.config", "vllm.distributed.weight_transfer.base", "vllm.lora.request", "vllm.outputs"}
+
+
+def test_one_room_imports_vllm_and_only_its_port_what_depends_on_the_release() -> None:
+    room = ROOT / "src/lockstep/engines/vllm"
+    strangers, too_deep = [], []
+    for file in (ROOT / "src").rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if " vllm" in text else ():
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            own = [name for name in names if name.partition(".")[0] == "vllm"]
+            strangers += own if room not in file.parents else []
+            too_deep += [name for name in own if name not in DOCUMENTED and room / "port" not in file.parents]
+    assert strangers == too_deep == []
+
+
 SOURCES = {
     "__init__": 'LAZY = {"Late": ".a:Late"}\nfrom .b import *\nfrom .a import first as other\n',
     "a": """

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import make_model
 
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.patches.kept_ids import kept_ids_from, kept_rows, record_kept_ids
+from lockstep.engines.vllm.port.kept_ids import kept_ids_from, kept_rows, record_kept_ids
 from lockstep.sync.push import push_weights
 from lockstep.tokens.arrays import BadValues
 
@@ -86,7 +87,7 @@ class TestInProcess:
         def fails(*given: object) -> None:
             raise AssertionError("kept ids were computed for a batch without filters")
 
-        monkeypatch.setattr("lockstep.engines.vllm.patches.kept_ids.kept_rows", fails)
+        monkeypatch.setattr("lockstep.engines.vllm.port.kept_ids.kept_rows", fails)
         found = crowded.generate(asked(Sampling(5, repetition_penalty=1.2)))
         assert all(c.kept_ids is None for c in found.values())
 

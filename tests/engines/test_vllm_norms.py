@@ -9,7 +9,7 @@ from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.vllm.patches.norms import CPU_NORMS, kernels_round
+from lockstep.engines.vllm.port.patches import CPU_NORMS, kernels_round
 
 pytestmark = [
     needs_vllm,

@@ -12,13 +12,13 @@ from conftest import needs_vllm
 from tiny import CONTEXT, make_model
 
 from lockstep import GRPOConfig
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.http.requests.messages import generation_body
-from lockstep.engines.protocol import GenerationRequest, Grammar, RequestKey, Sampling
 from lockstep.engines.vllm import in_process as vllm_inprocess
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.patches.weight_files import find_files_by_name
-from lockstep.engines.vllm.requests.check_sent import check_sent, fields_of
-from lockstep.engines.vllm.requests.conversion import sampling_fields, sampling_params
+from lockstep.engines.vllm.port.patches import find_files_by_name
+from lockstep.engines.vllm.port.requests import check_sent, fields_of, sampling_fields, sampling_params
 from lockstep.errors import ProofError
 from lockstep.sync.push import push_weights
 from lockstep.training.memory import Room, RunModels, memory_of_run

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ import torch
 from conftest import needs_vllm
 
 from lockstep import GRPOConfig
+from lockstep.engines.vllm.port.patches import keep_process_group
 from lockstep.engines.vllm.workers import start
-from lockstep.engines.vllm.workers.environment import keep_process_group, process_start, socket_folder
+from lockstep.engines.vllm.workers.environment import process_start, socket_folder
 from lockstep.engines.vllm.workers.start import number_of_workers
 from lockstep.errors import InputError
 from lockstep.integrations.trl_parameters import check_parameters
@@ -228,3 +230,14 @@ def test_triton_rounds_no_float32_of_an_engine_in_this_process(
     with pytest.raises(InputError, match="not installed"):
         start.start_vllm(arguments, ExitStack())
     assert os.environ.get("TRITON_F32_DEFAULT") == ("ieee" if exact else None)
+
+
+def test_an_environment_in_which_vllm_would_not_find_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    declared = project["entry-points"]["vllm.general_plugins"]["lockstep"]
+    for value in (declared, "lockstep.elsewhere:register"):
+        monkeypatch.setattr(start, "entry_points", lambda group, value=value: [SimpleNamespace(value=value)])
+        if value == declared:
+            start.check_plugin()
+    with pytest.raises(InputError, match=r"install Lockstep again \(pip install"):
+        start.check_plugin()

@@ -58,7 +58,7 @@ def test_a_fault_that_raises_in_a_run_is_a_row_and_leaves_nothing_behind(
     @contextmanager
     def leaves_gaps(stage: Stage) -> Iterator[None]:
         """Gaps of too few tokens to be judged, which a later run would be judged by."""
-        for pool in (stage.trainer.proofs._pool, *stage.trainer.proofs._ahead._pools.values()):
+        for pool in (stage.trainer.proofs.pool, *stage.trainer.proofs._ahead._pools.values()):
             pool._gap = GapStats(tokens=250, sum_abs=250.0)
         yield
 
@@ -130,7 +130,7 @@ def test_the_learning_rate_is_one_that_moves_the_policy_visibly(
         return stage_on(untied_dir, tmp_path, use_vllm=False, bf16=False, **changes)
 
     # The first one moves the policy by less than the limit.
-    monkeypatch.setattr(self_test, "_RATES", (1e-8, 1e-3, 1e-2))
+    monkeypatch.setattr(self_test, "RATES", (1e-8, 1e-3, 1e-2))
     (control,) = run_in_runs(open_with, WAYS[0], lambda name: None, ())
     assert rates == [1e-8, 1e-3]
     assert (control.caught_by, control.error) == ("", "")

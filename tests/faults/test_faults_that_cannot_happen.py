@@ -15,8 +15,9 @@ from tiny import CONTEXT, make_model, make_tokenizer
 
 from lockstep.algorithms.corrections import importance_weights
 from lockstep.algorithms.segments import Segments
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.rollouts.driver import collect
@@ -120,7 +121,7 @@ def test_w5_fifty_syncs_leave_every_weight_bit_identical(stage: Stage) -> None:
     digests = set()
     for _ in range(50):
         stage.push()
-        digests.add(stage.trainer.proofs._pusher.proof.push.digest)  # type: ignore[union-attr]
+        digests.add(stage.trainer.proofs.pusher.proof.push.digest)  # type: ignore[union-attr]
     assert len(digests) == 1
     assert all(torch.equal(p, before[n]) for n, p in stage.model.named_parameters())
 
@@ -208,7 +209,7 @@ def test_a4_truncation_is_the_engines_word(stage: Stage) -> None:
 
 
 def test_weights_of_an_adapter_are_not_taken_for_those_of_its_model(untied_dir: str) -> None:
-    # An unknown wrapper has names that the engine does not have; LoRA has its own source (sync/adapters/merged.py).
+    # An unknown wrapper has names that the engine does not have; LoRA has its own source (sync/source.py).
     engine = start("transformers", untied_dir)
     with pytest.raises(ProofError, match="manifest"):
         push_weights(torch.nn.ModuleDict({"base_model": make_model()}), engine, 1)

@@ -18,10 +18,10 @@ from conftest import needs_vllm
 from rich.console import Console
 from stages import in_small_parts, stage_on
 
-from lockstep.engines.protocol import LoadedWeights
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.tokens.end import end_ids
 from lockstep.verify.faults import backward, learned, learning, losses
-from lockstep.verify.faults.ends import _even_chance
+from lockstep.verify.faults.ends import even_chance
 from lockstep.verify.faults.filters import samples_with
 from lockstep.verify.faults.seams import REACH, Fault, Patch, is_vllm
 from lockstep.verify.run import recover
@@ -270,7 +270,7 @@ def test_completions_end_under_a_policy_that_would_hardly_end_them(stage: Stage)
         with torch.no_grad():
             stage.model.lm_head.weight *= 8
         assert median(chances(stage.sampling(temperature=1.0))) < 0.1
-        bias = dict.fromkeys(map(str, ends), _even_chance(stage, ends))
+        bias = dict.fromkeys(map(str, ends), even_chance(stage, ends))
         with samples_with(stage, logit_bias=bias):
             assert median(chances(stage.trainer.proofs.distribution)) == pytest.approx(0.5, abs=0.02)
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from tiny import END, make_tokenizer
 
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.gateway.agents import Agent
 from lockstep.gateway.parameters import RunLimits
 from lockstep.gateway.program import AgentProgram, Extensions

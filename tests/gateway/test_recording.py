@@ -17,8 +17,9 @@ from conftest import start
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, Sampling
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, ProofError
 from lockstep.rollouts.group import Rollout
 

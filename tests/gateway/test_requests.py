@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.gateway import chat, responses
 from lockstep.gateway.calls import Answer, AnsweredCall
 from lockstep.gateway.joining import KnownTurn, Turns

@@ -17,7 +17,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, LockstepError
 from lockstep.gateway.calls import Answer, Call, Listener, Partial
 from lockstep.gateway.parameters import RunLimits

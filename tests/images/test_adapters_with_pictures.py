@@ -18,7 +18,7 @@ from lockstep.errors import InputError, ProofError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.models.adapters import add_adapter
 from lockstep.run.trainers.grpo import GRPOTrainer
-from lockstep.sync.adapters.merged import weights_of
+from lockstep.sync.source import weights_of
 from lockstep.training.batch.pack import pack_sequences
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 
@@ -57,7 +57,7 @@ def test_an_adapter_learns_alone_and_its_merged_weights_are_what_the_engine_samp
     # Sampling pushes the weights of the last step.
     trainer.rollouts()
     theirs: Any = trainer.engine
-    held = dict(theirs._model.named_parameters())
+    held = dict(theirs.model.named_parameters())
     base = dict(make_seeing(family).named_parameters())
     sent = dict(weights_of(trainer.model))
     assert all(torch.equal(tensor, held[name]) for name, tensor in sent.items())

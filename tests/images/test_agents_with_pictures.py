@@ -76,7 +76,7 @@ def test_an_unchanged_script_shows_the_rows_pictures_and_its_own_and_every_turn_
         assert rollout.failed is None
         assert rollout.notes["agent"]["answered"] == 4
         first, second, third = rollout.branches
-        own = len(getattr(trainer._train_prompts[int(rollout.key.prompt_id.split("/")[1])].pictures, "pictures", ()))
+        own = len(getattr(trainer.loop.prompts[int(rollout.key.prompt_id.split("/")[1])].pictures, "pictures", ()))
         assert [len(b.pictures.pictures) for b in (first, second, third)] == [own + 1, own + 1, 1]
         assert first.pictures.digests[:-1] == second.pictures.digests[:-1]
         assert first.pictures.digests[-1] != second.pictures.digests[-1]
@@ -164,7 +164,7 @@ def test_a_command_gets_its_row_as_json(tmp_path: Path) -> None:
     )
     trainer = run(f"python3 {script}", folder, tmp_path)  # type: ignore[arg-type]
     assert max(gaps(trainer)) < 1e-3
-    rows = {prompt.prompt_id: prompt.pictures for prompt in trainer._train_prompts}
+    rows = {prompt.prompt_id: prompt.pictures for prompt in trainer.loop.prompts}
     for rollout in rollouts_of(trainer):
         (branch,) = rollout.branches
         assert getattr(branch.pictures, "digests", None) == getattr(rows[rollout.key.prompt_id], "digests", None)
@@ -181,7 +181,7 @@ def test_the_rows_ids_with_another_picture_are_another_branch(tmp_path: Path) ->
 
     trainer = run(agent, save_seeing(tmp_path / "model"), tmp_path, same_grid_rows())
     assert max(gaps(trainer)) < 1e-3
-    rows = {prompt.prompt_id: prompt for prompt in trainer._train_prompts}
+    rows = {prompt.prompt_id: prompt for prompt in trainer.loop.prompts}
     for rollout in rollouts_of(trainer):
         (branch,) = rollout.branches
         row = rows[rollout.key.prompt_id]

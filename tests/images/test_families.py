@@ -110,7 +110,7 @@ def test_a_processor_that_a_script_gives_is_used_with_its_tokenizer_as_it_was(tm
     images.do_image_splitting, tokenizer.chat_template = False, None
     given = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
     trainer = train(folder, tmp_path, processing_class=given, max_steps=1, max_pixels=TILE**2)
-    shown = [p.pictures for p in trainer._train_prompts if p.pictures]
+    shown = [p.pictures for p in trainer.loop.prompts if p.pictures]
     assert {len(picture.pixel_values) for own in shown for picture in own.pictures} == {1}
     assert max(gaps(trainer)) < LIMIT
     assert (images.size["longest_edge"], tokenizer.chat_template) == (2 * TILE, None)

@@ -118,7 +118,7 @@ def test_equal_tiles_of_one_picture_are_proven_too(folder: str, tmp_path: Path, 
     trainer = look(folder, tmp_path, rows, engine=engine)
     trainer.train()
     assert max(gaps(trainer)) < LIMIT
-    (first, *_) = (p.pictures for p in trainer._train_prompts)
+    (first, *_) = (p.pictures for p in trainer.loop.prompts)
     assert first is not None
     assert len(set(first.in_pieces.digests)) < len(first.in_pieces.digests) or not first.pictures[0].in_tiles
 

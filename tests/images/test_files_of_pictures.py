@@ -29,7 +29,7 @@ from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import opened
 from lockstep.images.thumbnails import thumbnails_of_messages
 from lockstep.rollouts.programs.content import content_of
-from lockstep.training.data.given_data import read_sets
+from lockstep.training.data.prompts import read_sets
 
 REPOSITORY = Path(__file__).parents[2]
 # A JPEG may have several pictures. These formats are not in the list, although Pillow writes them.

@@ -102,6 +102,6 @@ def test_a_run_keeps_the_limits_of_its_config(folders: dict[str, str], tmp_path:
     trainer = look(folders["qwen2_5_vl"], tmp_path, rows, use_vllm=False, max_steps=1, **limits)
     trainer.train()
     assert max(gaps(trainer)) < 1e-3
-    assert {p.pictures.pictures[0].tokens for p in trainer._train_prompts if p.pictures} == {4}
+    assert {p.pictures.pictures[0].tokens for p in trainer.loop.prompts if p.pictures} == {4}
     with pytest.raises(InputError, match=r"prompt train/1: 2 pictures, and limit_mm_per_prompt allows 1"):
         look(folders["qwen2_5_vl"], tmp_path, [rows[0], row(picture(0), picture(1))] * 2, use_vllm=False, **limits)

@@ -10,7 +10,7 @@ import torch
 from seeing import IN_VLLM, make_seeing, make_seeing_tokenizer, mixed_rows, picture, save_seeing
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.images.prompts import ImagePrompts

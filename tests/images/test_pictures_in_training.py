@@ -71,7 +71,7 @@ def test_two_steps_on_mixed_rows_are_proven_and_the_tower_learns(folder: str, tm
     assert shown == {0, 1, 2}
     engine = trainer.engine
     assert isinstance(engine, TransformersEngine)
-    theirs = dict(engine._model.named_parameters())
+    theirs = dict(engine.model.named_parameters())
     assert all(torch.equal(p, theirs[name]) for name, p in trainer.model.named_parameters())
 
 

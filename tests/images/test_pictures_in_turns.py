@@ -14,8 +14,8 @@ from PIL import Image
 from seeing import mixed_rows, picture
 from seeing_caller import draw, save_seeing_caller
 
+from lockstep.contract.protocol import Completion
 from lockstep.engines import transformers_engine
-from lockstep.engines.protocol import Completion
 from lockstep.errors import LockstepError, ProofError
 from lockstep.images.pictures import model_inputs
 from lockstep.images.prompts import ImagePrompts

@@ -28,12 +28,13 @@ from servers import KEY, Server, begin, connect, serve
 from tiny import CONTEXT
 from transformers import PreTrainedModel
 
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests import messages as server_messages
 from lockstep.engines.http.requests import pictures as server_pictures
 from lockstep.engines.http.requests import sending as server_requests
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.models.autocast import Precision
@@ -121,7 +122,7 @@ def test_the_pixels_of_a_picture_are_sent_once(
 ) -> None:
     """For all completions of its prompt, and over pushes: twelve requests, and four pictures."""
     sent: list[str] = []
-    whole = server_requests.ServerRequests._post
+    whole = server_requests.ServerRequests.post
 
     async def noted(self: Any, server: Any, body: dict[str, Any], *more: Any) -> Any:
         shown = body.get("features", {"mm_hashes": {"image": []}, "kwargs_data": {"image": []}})
@@ -132,7 +133,7 @@ def test_the_pixels_of_a_picture_are_sent_once(
         )
         return await whole(self, server, body, *more)
 
-    monkeypatch.setattr(server_requests.ServerRequests, "_post", noted)
+    monkeypatch.setattr(server_requests.ServerRequests, "post", noted)
     trainer = look(folder, tmp_path, engine=engine)
     trainer.train()
     seen = {digest for group in trainer.rollouts() if group.prompt.pictures for digest in group.prompt.pictures.digests}
@@ -365,7 +366,7 @@ def test_a_picture_that_the_server_has_dropped_loses_the_engine_and_is_sent_agai
 ) -> None:
     model, requests = make_seeing(), asked(folder, 2, 4)
     push_weights(model, engine, 1)
-    (calls,) = engine._servers
+    (calls,) = engine.servers.all
     calls.call("POST", "/reset_mm_cache")
     with monkeypatch.context() as mistaken:
         mistaken.setattr(server_pictures.SentPictures, "missing", lambda *given: ())

@@ -14,7 +14,7 @@ from recording import Recording, plain_logps
 from tiny import save
 from transformers import AutoModelForCausalLM, Cohere2Config
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.integrations.trl import LockstepGeneration
@@ -217,7 +217,7 @@ class Dying(TransformersEngine):
 
     def recover(self) -> None:
         self._version = None
-        torch.nn.init.zeros_(self._model.model.embed_tokens.weight)
+        torch.nn.init.zeros_(self.model.model.embed_tokens.weight)
 
 
 def test_an_engine_that_was_lost_gets_the_weights_again_and_gives_the_same_tokens(setting: Setting) -> None:

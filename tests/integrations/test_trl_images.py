@@ -17,7 +17,7 @@ from datasets import Dataset
 from seeing import make_seeing_tokenizer, picture, save_seeing
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, Idefics3Processor
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, LockstepError
 from lockstep.integrations.trl import LockstepGeneration
 from lockstep.integrations.trl_pictures import TrlPictures

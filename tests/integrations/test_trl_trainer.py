@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("trl", reason="TRL is not installed here")
 
-from lockstep.engines.protocol import LoadedWeights
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.errors import ProofError
 from lockstep.integrations.trl import LockstepGeneration
 
@@ -70,7 +70,7 @@ def test_trls_trainer_learns_an_adapter_whose_merged_weights_are_proven(untied_d
     inner = trainer.accelerator.unwrap_model(trainer.model).get_base_model()
     own = {name.replace(".base_layer", ""): value for name, value in inner.state_dict().items() if ".lora_" not in name}
     assert all(torch.equal(own[name].cpu(), value) for name, value in base.items())
-    sent = engine._model.state_dict()  # type: ignore[attr-defined]
+    sent = engine.model.state_dict()  # type: ignore[attr-defined]
     assert not torch.equal(
         sent["model.layers.0.self_attn.q_proj.weight"].cpu(), base["model.layers.0.self_attn.q_proj.weight"]
     )
@@ -82,10 +82,10 @@ def test_weights_that_stay_behind_stop_the_run(untied_dir: str, tmp_path: Path) 
 
     def forgetful(tensors: object, base: str = "") -> LoadedWeights:
         pushes.append(1)
-        before = {name: p.clone() for name, p in engine._model.named_parameters()}  # type: ignore[attr-defined]
+        before = {name: p.clone() for name, p in engine.model.named_parameters()}  # type: ignore[attr-defined]
         loaded = load(tensors, base)  # type: ignore[arg-type]
         if len(pushes) == 2:
-            for name, parameter in engine._model.named_parameters():  # type: ignore[attr-defined]
+            for name, parameter in engine.model.named_parameters():  # type: ignore[attr-defined]
                 parameter.data.copy_(before[name])
         return loaded
 

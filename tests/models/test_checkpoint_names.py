@@ -10,12 +10,12 @@ from model_families import make_family
 from safetensors.torch import load_file
 from torch.nn.functional import silu
 
+from lockstep.contract.probe import expert_input
 from lockstep.engines import transformers_probe
-from lockstep.engines.probe import expert_input
 from lockstep.errors import InputError
 from lockstep.models import checkpoint_names
 from lockstep.models.checkpoint_names import checkpoint_tensors
-from lockstep.sync.adapters.merged import weights_of
+from lockstep.sync.source import weights_of
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "olmoe"])

@@ -56,12 +56,12 @@ def test_a_model_without_attention_has_a_cache_of_the_smallest_size(tmp_path: Pa
 
 
 class TestRefusedOnVLLM:
-    @pytest.mark.parametrize("family", sorted(refused._ALWAYS.keys() | refused._ON_CPU.keys()))
+    @pytest.mark.parametrize("family", sorted(refused.ALWAYS.keys() | refused.ON_CPU.keys()))
     def test_in_training_before_the_model_is_loaded(
         self, family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The directory has no weights: whatever loads them gives another error."""
-        if family not in refused._ALWAYS and torch.cuda.is_available():
+        if family not in refused.ALWAYS and torch.cuda.is_available():
             pytest.skip("vLLM's CPU build alone runs this family in another way")
         monkeypatch.setattr(engine, "vllm_installed", lambda: True)
         words = ["--recipe", "arithmetic", "--model_name_or_path", saved(family, tmp_path)]

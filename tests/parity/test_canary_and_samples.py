@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.models.policy import load_policy
@@ -18,7 +19,7 @@ from lockstep.verify.stage import Stage
 from lockstep.watch.canary import canary_gap, canary_sequences, score_canary
 from lockstep.watch.gap import over_limits
 from lockstep.watch.rescoring import completion_logps
-from lockstep.watch.samples import Seeds, _log_pay, check_samples
+from lockstep.watch.samples import Seeds, check_samples, log_pay
 from lockstep.watch.tolerances import tolerance
 
 SINGLE = tolerance(torch.float32, torch.float32)
@@ -131,7 +132,7 @@ def test_the_pay_of_a_pair_has_mean_one() -> None:
         mean = 0.0
         for other, chance, others in runs:
             mean += chance * math.exp(
-                _log_pay(fixed, Completion(RequestKey("p", 1), (1,), other, others, (0, 0), "length"))
+                log_pay(fixed, Completion(RequestKey("p", 1), (1,), other, others, (0, 0), "length"))
             )
         assert mean == pytest.approx(1.0, abs=1e-6)
 

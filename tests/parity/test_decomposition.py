@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
@@ -124,10 +124,10 @@ def test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_
     sampled = [replace(longest, token_ids=longest.token_ids[:3], logprobs=longest.logprobs[:3])] * 8
     proofs = stage.trainer.proofs
     with (
-        patch.object(proofs, "_tail", GapTail(tolerance(dtype, dtype))),
+        patch.object(proofs, "tail", GapTail(tolerance(dtype, dtype))),
         patch.multiple(proofs, _pool=PooledGap(), _evaluated_pool=PooledGap(), _judged_version=-1, _bets=False),
         # It would set the limits of this engine's dtype.
-        patch.object(proofs, "_measure_quantisation", lambda *_, **__: None),
+        patch.object(proofs, "measure_quantisation", lambda *_, **__: None),
     ):
         versions = itertools.count()
 
@@ -148,18 +148,18 @@ def test_a_generation_that_is_judged_twice_is_pooled_once_and_keeps_what_was_com
     proofs, half = stage.trainer.proofs, tolerance(torch.bfloat16, torch.bfloat16)
     gap, sets = GapStats(24, 0.1, 0.01, 0.0, "a#0"), KeptSetStats(tokens=3, differences=1, rounding=0.3)
     with (
-        patch.object(proofs, "_tail", GapTail(half)),
+        patch.object(proofs, "tail", GapTail(half)),
         patch.multiple(proofs, _pool=PooledGap(), _judged_version=-1, kept_sets=KeptSetStats()),
-        patch.object(proofs, "_measure_quantisation", lambda *_, **__: None),
+        patch.object(proofs, "measure_quantisation", lambda *_, **__: None),
     ):
         # First over all tokens, then over those of the step's own forward, whose sets were not compared again.
         proofs.check_gap(gap, sets, 24, [], 1)
         proofs.check_gap(gap, KeptSetStats(), 24, [], 1)
-        assert proofs._pool.waiting.tokens == 24
+        assert proofs.pool.waiting.tokens == 24
         assert proofs._judged.figures() == {}
         assert proofs.kept_sets == sets
         proofs.check_gap(gap, KeptSetStats(), 24, [], 2)
-        assert proofs._pool.waiting.tokens == 48
+        assert proofs.pool.waiting.tokens == 48
         assert proofs.kept_sets == KeptSetStats()
         # Enough tokens: what is judged and shown is the pool, also after the second judgement of the same tokens.
         many = GapStats(240, 12.0, 0.4, 2.0, "b#0")
@@ -180,7 +180,7 @@ def test_a_gap_is_reported_beside_a_rollout_without_a_sampled_token(stage: Stage
     empty = replace(first, sampled=[False] * len(first.token_ids))
     wrong = replace(others[0], logprobs=(others[0].logprobs[0] - 3, *others[0].logprobs[1:]))
     gap = GapStats(8, 3.0, 3.0, 3.0, str(wrong.key))
-    error = stage.trainer.proofs._explained.error(gap, SINGLE, [empty, wrong], stage.version)
+    error = stage.trainer.proofs.explained.error(gap, SINGLE, [empty, wrong], stage.version)
     assert error.check == "gap"
     assert "defect" in str(error)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from tiny import make_tokenizer
 
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
 from lockstep.rollouts.driver import decoding
 from lockstep.watch.ends import Ends

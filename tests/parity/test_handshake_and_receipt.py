@@ -15,7 +15,8 @@ from full_disk import full_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.protocol import EngineSettings, Grammar, Sampling
+from lockstep.contract.protocol import EngineSettings
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError, ProofError
 from lockstep.watch.handshake import ExpectedSettings, check_settings
 from lockstep.watch.receipt import Receipt, check_chain

@@ -15,18 +15,20 @@ from hypothesis import strategies as st
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.sampling import filtered, shaped_logits
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.filters import filtered, shaped_logits
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows
 from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.step.update import hidden_states
 from lockstep.watch import rows_of_logits as drawn_rows
 from lockstep.watch.filter_bounds import FilterBounds
 from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats, KeptToken, mean_limit
-from lockstep.watch.rescoring import sequence_logits
-from lockstep.watch.rows_of_logits import DrawnRows, hidden_states
+from lockstep.watch.rescoring import OWN_DTYPE, sequence_logits
+from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.tolerances import tolerance
 
 FILTERS = {
@@ -280,14 +282,14 @@ def test_only_sets_of_the_weights_at_hand_are_compared(
     )
     (pack,) = pack_rows([sequence], 100)
     proof = KeptSetProof(Distribution(FILTERS["top_p"], (0,)), tolerance(torch.float32, torch.float32))
-    rows = DrawnRows(None, proof)
+    rows = DrawnRows(None, proof, OWN_DTYPE)
     if case == "far away":
-        monkeypatch.setattr(drawn_rows, "_LONGEST", len(made.prompt_ids))
+        monkeypatch.setattr(drawn_rows, "LONGEST", len(made.prompt_ids))
     with hidden_states(model) as seen:
         model(input_ids=pack.input_ids)
     rows.add(pack, torch.zeros(8), seen[-1], before_steps=case != "a later step")
     if compared:
         with pytest.raises(ProofError, match="against top_p"):
-            rows.check(model, fp32_head=False, single=True)
+            rows.check_with(model, fp32_head=False, single=True)
     else:
-        assert rows.check(model, fp32_head=False, single=True).tokens == 0
+        assert rows.check_with(model, fp32_head=False, single=True).tokens == 0

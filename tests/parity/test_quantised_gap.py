@@ -10,9 +10,9 @@ import torch
 from tiny import make_model
 from transformers import PreTrainedModel
 
+from lockstep.contract.probe import quantised_vector
+from lockstep.contract.sampling import Sampling
 from lockstep.definitions.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
-from lockstep.engines.probe import quantised_vector
-from lockstep.engines.protocol import Sampling
 from lockstep.models.autocast import Precision
 from lockstep.watch.gap import GapStats, over_limits
 from lockstep.watch.quantised_gap import computing_in_8_bits, widened

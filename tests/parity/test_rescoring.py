@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lockstep.engines.protocol import Grammar, Sampling
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import LockstepError
 from lockstep.models.autocast import Precision
 from lockstep.watch import rescoring

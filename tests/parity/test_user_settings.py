@@ -17,11 +17,12 @@ from tiny import make_tokenizer
 import lockstep.run.source as source_module
 import lockstep.training.step.update as updating
 from lockstep import GRPOConfig, OnlineDPOConfig
+from lockstep.contract.filters import processed_logprobs
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.definitions.interruption import broken_rule
 from lockstep.definitions.sampling import logprob
 from lockstep.definitions.settings import user_settings, weighted_sum
-from lockstep.engines.filters.sampling import processed_logprobs
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Grammar, RequestKey, Sampling
 from lockstep.errors import ProofError
 from lockstep.training.config.sampling import sampling_of
 from lockstep.watch.settings import SettingsProof

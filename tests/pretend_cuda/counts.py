@@ -216,7 +216,7 @@ def counted(folder: Path, model: str) -> dict[str, Any]:
     import torch
     from transformers import TrainerCallback
 
-    from lockstep.engines.transformers_engine import _SampleRows
+    from lockstep.engines.transformers_engine import SampleRows
     from lockstep.report.phases import PhaseClock
     from lockstep.training.step.update import Policy
     from lockstep.watch.finite_differences import Added
@@ -228,7 +228,7 @@ def counted(folder: Path, model: str) -> dict[str, Any]:
     now = {"step": 0, "part": ""}
     phases: list[str] = []
     packs, tokens, timed, pushes = [0], [0], [0], Counter[int]()
-    start, stop, score, sample = PhaseClock.start, PhaseClock.stop, Policy.score, _SampleRows.__call__
+    start, stop, score, sample = PhaseClock.start, PhaseClock.stop, Policy.score, SampleRows.__call__
     backward, of_events = torch.autograd.backward, EventOfDevice.elapsed_time
 
     class Steps(TrainerCallback):
@@ -288,7 +288,7 @@ def counted(folder: Path, model: str) -> dict[str, Any]:
         patch.object(Policy, "score", scored),
         patch.object(torch.autograd, "backward", inside),
         patch.object(EventOfDevice, "elapsed_time", elapsed),
-        patch.object(_SampleRows, "__call__", sampled),
+        patch.object(SampleRows, "__call__", sampled),
         patch.object(ModelGradient, "begin", proving(ModelGradient.begin)),
         patch.object(ModelGradient, "finish", proving(ModelGradient.finish)),
         patch.object(Added, "read", proving(Added.read)),

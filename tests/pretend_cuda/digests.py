@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from lockstep.engines import device_digest
-from lockstep.engines.device_digest import device_digests, digest_texts
-from lockstep.engines.held import HeldWeights
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import key_of, one_push, tensor_specs
+from lockstep.contract import device_digest
+from lockstep.contract.device_digest import device_digests, digest_texts
+from lockstep.contract.tensors import HeldWeights, LoadedWeights, key_of, one_push, tensor_specs
 from lockstep.sync.push import push_weights
 from lockstep.sync.wire.chunks import Named, views
 from lockstep.sync.wire.deltas import WHOLE
@@ -199,7 +197,7 @@ def measured(folder: Path) -> dict[str, Any]:
     from tiny import make_model
 
     # So that tiny tensors have several chunks.
-    device_digest._CHUNK = 1 << 15
+    device_digest.CHUNK = 1 << 15
     whole = make_model()
     size = sum(p.nbytes for p in whole.parameters())
     adapted = get_peft_model(make_model(), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -210,5 +208,5 @@ def measured(folder: Path) -> dict[str, Any]:
         "nccl": _pushes(make_model().to(DEVICE), OverNCCL()),
         "shared memory": _pushes(make_model().to(DEVICE), OverSharedMemory()),
     }
-    device_digest._CHUNK = 8 << 20
+    device_digest.CHUNK = 8 << 20
     return {"pushes": found, "size": size, "dtypes": _dtypes(), "launches": _launches()}

@@ -71,12 +71,12 @@ def waits_of_slots(log: Any) -> int:
 
 
 class Worker:
-    """Does what a server's worker does in a push (`sync/vllm/backend.py`), with a dictionary in the place of vLLM's model."""
+    """Does what a server's worker does in a push (`engines/vllm/receive.py`), with a dictionary in the place of vLLM's model."""
 
     def __init__(self) -> None:
         import torch
 
-        from lockstep.engines.held import HeldWeights
+        from lockstep.contract.tensors import HeldWeights
         from pretend_cuda import LOG
 
         self._device, self._log, self._held = torch.device("cuda", 0), LOG, HeldWeights()
@@ -88,7 +88,7 @@ class Worker:
         self._segment = open_segment(info["segment"], info["bytes"], info.get("buffer"), self._device)
 
     def update_weights(self, info: dict[str, Any]) -> Any:
-        from lockstep.engines.tensor_specs import begin_specs, one_push
+        from lockstep.contract.tensors import begin_specs, one_push
 
         self._log.clear()
         self._held.open()
@@ -207,7 +207,7 @@ class Engine:
     def begin_update(self) -> None: ...
 
     def load(self, tensors: Iterable[Any], base: str = "") -> Any:
-        from lockstep.engines.protocol import LoadedWeights, TensorSpec
+        from lockstep.contract.tensors import LoadedWeights, TensorSpec
 
         self._transport.send(tensors, [self._server], base)
         found = self._server.last
@@ -246,7 +246,7 @@ def _pushes(server: Server) -> Result:
 
     result: Result = {"pushes": []}
     transport = choose_transport("auto", [server], "127.0.0.1", 0, 60.0)
-    result["chosen"] = type(transport._used).__name__
+    result["chosen"] = type(transport.used).__name__
     for dtype, count in ((torch.float32, 4), (torch.bfloat16, 3)):
         model, engine = make_model().to("cuda", dtype), Engine(server, transport)
         for version in range(count):
@@ -270,10 +270,10 @@ def _pushes(server: Server) -> Result:
                     model.model.layers[1].self_attn.k_proj.weight[0, :3] += 1
                 if version == 2 and dtype == torch.float32:
                     # The server dies and comes back, and the trainer drops its agreements, as in a recovery.
-                    buffer = transport._used._buffer.data_ptr()
+                    buffer = transport.used.buffer.data_ptr()
                     server.restart()
                     transport.forget()
-    result["same buffer"] = transport._used._buffer.data_ptr() == buffer
+    result["same buffer"] = transport.used.buffer.data_ptr() == buffer
     transport.close()
     return result
 
@@ -332,7 +332,7 @@ def _fallback(server: Server) -> dict[str, Any]:
                 refused = ""
             except InputError as error:
                 refused = str(error)
-            used = type(choose_transport("auto", [server], "127.0.0.1", 0, 60.0)._used).__name__
+            used = type(choose_transport("auto", [server], "127.0.0.1", 0, 60.0).used).__name__
         return [used, *(call.args[0] for call in said.call_args_list), refused]
 
     def expandable(storage: Any) -> Any:

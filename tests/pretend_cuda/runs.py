@@ -70,7 +70,7 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
     )
     trainer.train(resume_from_checkpoint=resume or None)
     beside = (trainer.critic, trainer.reference.own if trainer.reference is not None else None)
-    models = [trainer.model, trainer.engine._model, *(model for model in beside if model is not None)]
+    models = [trainer.model, trainer.engine.model, *(model for model in beside if model is not None)]
     devices = {p.device.type for model in models for p in model.parameters()}
     weights = {name: p.detach().cpu().contiguous() for name, p in trainer.model.named_parameters() if p.requires_grad}
     folder.mkdir(exist_ok=True)
@@ -166,9 +166,8 @@ def _pushed(folder: Path) -> Result:
     from test_changes import KeepingWorker, Receiver
     from tiny import make_model
 
-    from lockstep.engines.tensor_specs import tensor_specs
-    from lockstep.sync.changes import LastPush, Update
-    from lockstep.sync.push import push_weights
+    from lockstep.contract.tensors import tensor_specs
+    from lockstep.sync.push import LastPush, Update, push_weights
     from lockstep.sync.source import PlainSource
     from lockstep.sync.wire.gloo import GlooTransport
     from lockstep.sync.wire.shared_memory import SharedMemoryTransport

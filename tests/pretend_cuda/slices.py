@@ -85,7 +85,7 @@ def of_places() -> dict[str, Any]:
         gradient[place] = -2.0
     gradients[0][72:75] = torch.tensor([1.0, -3.0, 2.0])
     gradients.append(torch.zeros(40))
-    with patch.object(update, "_SEARCHED", 16):
-        on_cpu = [int(update._some_nonzero(gradient)) for gradient in gradients]
-        on_device = [int(found) for found in on_host([update._some_nonzero(g.to("cuda")) for g in gradients])]
+    with patch.object(update, "SEARCHED", 16):
+        on_cpu = [int(update.some_nonzero(gradient)) for gradient in gradients]
+        on_device = [int(found) for found in on_host([update.some_nonzero(g.to("cuda")) for g in gradients])]
     return {"cpu": on_cpu, "cuda": on_device}

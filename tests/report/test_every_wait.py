@@ -24,36 +24,36 @@ OWNED = {
 # By reason, the functions whose waits say nothing of their own.
 SILENT = {
     "another block that says so is open meanwhile": """
-        engines/http/call_loop.py::CallLoop.run engines/http/call_loop.py::Pending.result engines/http/call_loop.py::Pending.wait
+        threads.py::CallLoop.run threads.py::Pending.result threads.py::Pending.wait
         engines/http/pauses.py::Pauses.begin engines/http/pauses.py::Pauses.wait engines/http/pauses.py::Pauses.check
         engines/http/pauses.py::_begin engines/http/requests/sending.py::ServerRequests._answer
         engines/http/requests/sending.py::ServerRequests._all engines/http/server_calls.py::ServerCalls.update_weights
-        engines/http/transport.py::finish_all engines/http/vllm_server.py::VLLMServer.score
-        engines/http/vllm_server.py::VLLMServer.load engines/inbox.py::Inbox._await
+        sync/wire/receivers.py::finish_all engines/http/vllm_server.py::VLLMServer.score
+        engines/http/vllm_server.py::VLLMServer.load contract/inbox.py::Inbox._await
         environments/verifiers.py::VerifiersAgent.__call__ gateway/agents.py::Agent._execute gateway/program.py::AgentProgram._run
         bounded_http.py::run images/urls.py::ImageUrls.fetch rollouts/across_ranks/ranks.py::Ranks._gathered
         rollouts/across_ranks/ranks.py::Ranks._scattered rollouts/driver.py::Running.finish
         rollouts/driver.py::Running.await_begin rollouts/programs/environment_process.py::_exchange
-        rollouts/programs/workers.py::_within rollouts/scores/coroutines.py::run_coroutine
+        rollouts/programs/workers.py::_within threads.py::run_coroutine
         rollouts/scores/early_scores.py::EarlyScores.take server/supervisor.py::Supervisor._run_once
         sync/wire/gloo.py::GlooTransport.send sync/wire/gloo.py::Receiver.receive
         sync/wire/groups/devices.py::DeviceChannel._wait sync/wire/groups/meeting.py::in_background
         sync/wire/groups/proof.py::SignedStore.get sync/wire/groups/proof.py::SignedStore.wait
         sync/wire/groups/proof.py::authenticate sync/wire/groups/proof.py::prove
         sync/wire/shared_memory.py::SharedMemoryTransport._send sync/wire/slots.py::_wait_for
-        watch/ahead.py::ProofsAhead.check_answer engines/errands.py::Errands.do_during
+        watch/ahead.py::ProofsAhead.check_answer contract/inbox.py::Errands.do_during
         rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do
         rollouts/scores/early_scores.py::EarlyScores.__exit__""",
     "a thread or loop that waits for its next work": """
-        engines/http/call_loop.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
+        threads.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
         environments/verifiers.py::VerifiersAgent._read gateway/streams.py::Heard.begins gateway/streams.py::Heard.until
         gateway/web.py::_wait report/heartbeat.py::Heartbeat._run report/notebook.py::NotebookView._draw_until_end
-        report/waits.py::_Waits._run rollouts/scores/guarded_call.py::_limit.watch""",
+        report/waits.py::_Waits._run threads.py::_limit.watch""",
     "it lasts at most a few seconds": """
-        engines/http/call_loop.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy gateway/agents.py::Agent._execute
+        threads.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy gateway/agents.py::Agent._execute
         gateway/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop report/notebook.py::NotebookView.stop
         rollouts/driver.py::Driver._settle rollouts/programs/tools.py::ToolCalls.settled
-        rollouts/programs/workers.py::_gives_way rollouts/scores/guarded_call.py::_limit
+        rollouts/programs/workers.py::_gives_way threads.py::_limit
         server/supervisor.py::Supervisor._sleep sync/wire/groups/meeting.py::own_address""",
     "a process that has ended or was killed": """
         environments/verifiers.py::VerifiersAgent._start_process rollouts/programs/environment_process.py::_kill
@@ -64,11 +64,11 @@ SILENT = {
         engines/vllm/workers/leftovers.py::remove_dead files.py::temporary_folder files.py::_remove_dead""",
     "the engine's answer is not awaited: the next question looks for it": "server/guard.py::KeyGuard._say_health",
     "it is the work of this process": """
-        engines/inbox.py::answer_all engines/vllm/workers/own.py::OwnWorker.__init__
-        engines/vllm/workers/own.py::OwnWorker.load engines/vllm/workers/own.py::OwnWorker.keep_adapter
+        contract/inbox.py::answer_all engines/vllm/in_process.py::OwnWorker.__init__
+        engines/vllm/in_process.py::OwnWorker.load engines/vllm/in_process.py::OwnWorker.keep_adapter
         engines/vllm/workers/processes.py::WorkerProcesses.__init__ verify/faults/seams.py::vllm_worker""",
     "it ends a failed push in a thread of its own, or drops requests": """
-        engines/http/call_loop.py::CallLoop.close engines/http/requests/sending.py::ServerRequests.serve
+        threads.py::CallLoop.close engines/http/requests/sending.py::ServerRequests.serve
         sync/wire/groups/channel.py::GlooChannel._end""",
     "it is no wait: the result of a tool as ids": """
         rollouts/programs/tool_program.py::_answers tokens/conversation/extension.py::Extension.result

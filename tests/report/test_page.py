@@ -260,6 +260,7 @@ def test_a_failed_proof_has_what_where_which_tokens_and_what_to_do() -> None:
         "the weights <b>differ</b>", "look at layers.3", "The tokens with the largest gaps", "train/3#0", "-3.00e-04", "'plain'",
     ):  # fmt: skip
         assert words in page.text, words
+    assert page.text.count("docs/troubleshooting/proofs.md, row gap") == 1
     assert "step 3, where a proof failed" in page.text
     assert "'other'" not in page.text
     assert "The tokens with the largest gaps" not in checked(render_report(record())).text

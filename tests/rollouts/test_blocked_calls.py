@@ -7,7 +7,7 @@ import threading
 import pytest
 from python_steps import steps_of_python
 
-from lockstep.rollouts.scores.guarded_call import OutOfTime, ended_within
+from lockstep.threads import OutOfTime, ended_within
 
 
 @pytest.mark.timeout(60)

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from played_engine import END, LETTERS, TOKENIZER, PlayedEngine, decode, next_token
 
-from lockstep.engines.protocol import Completion, RequestKey, Sampling, derived_seed
+from lockstep.contract.protocol import Completion, RequestKey, derived_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.report.waits import waiting
 from lockstep.rollouts.conversation import Conversation, OutOfRoom, Program, Turn, single_turn

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scored import score_groups
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.report.waits import waiting
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup

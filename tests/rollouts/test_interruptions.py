@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from played_engine import END, LETTERS, TOKENIZER, VOCABULARY, PlayedEngine, decode, kept_ids, kept_of, next_token
 
-from lockstep.engines.answers import check_answers
-from lockstep.engines.protocol import Completion, GenerationRequest, Grammar, RequestKey, Sampling, request_seed
+from lockstep.contract.inbox import check_answers
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey, request_seed
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError, ProofError
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.driver import Driver, Start

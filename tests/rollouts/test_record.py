@@ -11,7 +11,7 @@ import pytest
 from played_engine import LETTERS, PlayedEngine
 from test_driver import run, says, starts
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.errors import ProofError
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Rollout

@@ -17,10 +17,11 @@ import pytest
 import torch
 from scored import score_groups
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep import threads as coroutines
+from lockstep import threads as guarded_call
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.scores import coroutines, guarded_call
 from lockstep.rollouts.scores.judges import judge_pairs
 from lockstep.rollouts.scores.reward_log import RewardLog
 
@@ -292,7 +293,7 @@ def test_after_a_call_in_another_thread_a_function_can_be_traced(is_late: bool) 
     # Python 3.11 does not begin a traced function while it believes that an exception waits for a thread.
     code = f"""
 import sys, threading
-from lockstep.rollouts.scores.guarded_call import TooSlow, call_within
+from lockstep.threads import TooSlow, call_within
 
 def score():
     while {is_late}:

@@ -12,7 +12,8 @@ from caller import multiply
 from played_engine import TOKENIZER, PlayedEngine
 
 import lockstep.rollouts.programs.tools as tools_module
-from lockstep.engines.protocol import RequestKey, Sampling
+from lockstep.contract.protocol import RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import LockstepError
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.driver import Driver, Start

@@ -19,7 +19,8 @@ from caller import Product, make_caller, multiply
 from conftest import VLLM, start
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lockstep.engines.protocol import Completion, Engine, Sampling
+from lockstep.contract.protocol import Completion, Engine
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.rollouts.driver import Driver, sampled_now, starts_for
 from lockstep.rollouts.group import Prompt, Rollout

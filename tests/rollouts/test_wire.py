@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.rollouts.across_ranks.frames import decode, encode

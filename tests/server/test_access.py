@@ -42,12 +42,12 @@ UPGRADE = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Versi
 def routes(untied_dir: str) -> list[tuple[str, str]]:
     """Every method and path of vLLM's own application, made like the server's application, for a model of any task."""
     from vllm.entrypoints.launchers.app import build_app
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.tasks import SupportedTask
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from lockstep.engines.vllm.port.server import server_parser
 
     options = ServeOptions(untied_dir, "127.0.0.1", 8000, torch.float32, 64, 4, 1, 0.5)
-    words = make_arg_parser(FlexibleArgumentParser()).parse_args(command_line(options)[3:])
+    words = server_parser().parse_args(command_line(options)[3:])
     tasks = [task for kind in get_args(SupportedTask) for task in get_args(kind) or [kind]]
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("VLLM_SERVER_DEV_MODE", "1")

@@ -24,7 +24,7 @@ from lockstep.models.packaged import _fetch
 from lockstep.rollouts.programs.environment_process import in_process
 from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import KEY_VARIABLE, guards_key, take_key
-from lockstep.tasks.math_comparison import _Worker
+from lockstep.tasks.math_comparison import Worker
 
 KEY = "a-key-for-tests-only"
 SOURCE = Path(lockstep.__file__).parent
@@ -59,7 +59,7 @@ def agent(python: str, folder: Path) -> None:
 
 
 def compared(python: str, folder: Path) -> None:
-    _Worker().compare("1", "1")
+    Worker().compare("1", "1")
 
 
 def fetched(python: str, folder: Path) -> None:

@@ -12,8 +12,9 @@ from servers import KEY, Server
 from tiny import make_model, perturbed
 
 from lockstep.connection import Connection
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines import connect
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import InputError, ProofError
 from lockstep.models.autocast import Precision
 from lockstep.server.keys import KEY_VARIABLE

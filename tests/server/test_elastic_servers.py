@@ -18,9 +18,9 @@ from conftest import VLLM
 from servers import Server, descendants, free_port, serve
 from training import equal, make_trainer, train
 
+from lockstep.contract.probe import decode_floats, encode_floats
 from lockstep.engines.http.requests.sending import ServerRequests
 from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.probe import decode_floats, encode_floats
 from lockstep.errors import EngineLost
 from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.watch.receipt import check_receipt, read_receipt
@@ -52,7 +52,7 @@ class Steps:
         with ExitStack() as held:
             self._before.get(step, lambda *_: None)(trainer, held)
             yield
-        engine, proof = trainer.engine, trainer.source.proofs._pusher.proof
+        engine, proof = trainer.engine, trainer.source.proofs.pusher.proof
         assert proof is not None
         self.in_full.append(proof.push.in_full)
         self.answered.append({engine.server_of(c.key) for c in trainer.loop.generation.completions})
@@ -183,7 +183,7 @@ def test_a_server_that_does_not_come_back_leaves_and_joins_again_when_it_is_back
             def serve_inbox(inbox: Any) -> None:
                 held.enter_context(patch.object(engine, "serve", real))
                 # The wait for servers that are lost. The server that stays answers within it.
-                held.enter_context(patch.object(engine, "_timeout", 6.0))
+                held.enter_context(patch.object(engine, "timeout", 6.0))
                 kill_for_good(lost)
                 real(inbox)
 
@@ -192,7 +192,7 @@ def test_a_server_that_does_not_come_back_leaves_and_joins_again_when_it_is_back
         def start_again(trainer: GRPOTrainer, held: ExitStack) -> None:
             port = int(lost.url.rpartition(":")[2])
             life.enter_context(serve(untied_dir, tmp_path, port=port))
-            engine, choose, failed = trainer.engine, trainer.engine._choose, list[EngineLost]()
+            engine, choose, failed = trainer.engine, trainer.engine.choose, list[EngineLost]()
 
             def lost_once(servers: Any) -> Any:
                 # One of the servers that the run has is lost while the other one joins. That one is not refused for it.
@@ -201,7 +201,7 @@ def test_a_server_that_does_not_come_back_leaves_and_joins_again_when_it_is_back
                     raise failed[0]
                 return choose(servers)
 
-            held.enter_context(patch.object(engine, "_choose", lost_once))
+            held.enter_context(patch.object(engine, "choose", lost_once))
 
         steps = Steps({1: kill_while_it_samples, 3: start_again})
         trainer = make_trainer(untied_dir, tmp_path / "run", f"{server.url},{lost.url}", **common)

@@ -76,7 +76,7 @@ def test_the_push_after_a_join_sends_changed_elements_to_all_servers(untied_dir:
     assert steps.in_full == [""] * 7
     assert steps.answered == [{first}, {first, second}, {first, second}, {second}, {second}, *[{first, second}] * 2]
     sent = logged(trainer, "push/bytes")
-    whole = sum(p.numel() for p in trainer._policy_model().parameters()) * 2
+    whole = sum(p.numel() for p in trainer.trained_by_name()["policy"].parameters()) * 2
     # The first generation is pushed as the start's proof was: nothing has changed.
     assert sent[0] == 0
     assert 0 < max(sent) < whole / 2

@@ -60,7 +60,7 @@ class Watch:
 
     @contextmanager
     def __call__(self, trainer: GRPOTrainer, step: int) -> Iterator[None]:
-        self.models[step] = deepcopy(trainer._causal()).eval()
+        self.models[step] = deepcopy(trainer.loop.policy().model).eval()
         yield
         assert trainer.loop.generation is not None
         self.generations[step] = trainer.loop.generation

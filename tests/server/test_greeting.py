@@ -43,7 +43,7 @@ class Port:
         self.seen: list[httpx.Request] = []
         self.program: Any = None
         self.calls = ServerCalls("http://127.0.0.1:1", KEY, 5.0, loop, lambda: None)
-        self.calls._client = httpx.AsyncClient(transport=httpx.MockTransport(self._answer), base_url=self.calls.url)
+        self.calls.client = httpx.AsyncClient(transport=httpx.MockTransport(self._answer), base_url=self.calls.url)
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         self.seen.append(request)
@@ -147,8 +147,8 @@ def test_a_server_that_was_started_by_hand_with_another_key_is_found_by_its_key_
 ) -> None:
     write_key(tmp_path / "k", first or KEY)
     now = lambda: read_key(tmp_path / "k")  # noqa: E731
-    calls = ServerCalls(port.calls.url, first, 5.0, port.calls._loop, lambda: None, now)
-    calls._client = port.calls._client
+    calls = ServerCalls(port.calls.url, first, 5.0, port.calls.loop, lambda: None, now)
+    calls.client = port.calls.client
     port.program = guarded()
     if first is not None:
         calls.call("GET", "/weight_info")
@@ -180,7 +180,7 @@ def replayed(port: Port, guard: KeyGuard, method: str, target: str, body: bytes,
             answer = await client.request(method, target, content=body, headers={"authorization": shown})
             return answer.status_code, answer.headers.get(PROOF_HEADER)
 
-    return port.calls._loop.run(status())
+    return port.calls.loop.run(status())
 
 
 def test_a_call_without_the_trainers_proof_is_answered_401(port: Port) -> None:
@@ -239,15 +239,15 @@ def test_a_call_that_somebody_has_read_can_neither_be_sent_again_nor_made_anothe
 
 
 def test_numbers_of_calls_are_taken_once_in_whatever_order_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = guard_module._Calls()
+    calls = guard_module.Calls()
     for number in (1, 3, 2, 7, 5):
         assert calls.take(number), number
         assert not calls.take(number), number
-    assert calls._higher == {5, 7}
+    assert calls.higher == {5, 7}
     # A call that never came is given up, and the memory stays small.
-    monkeypatch.setattr(guard_module, "_MOST_HIGHER", 8)
+    monkeypatch.setattr(guard_module, "MOST_HIGHER", 8)
     assert all(calls.take(number) for number in range(8, 100))
-    assert len(calls._higher) <= 8
+    assert len(calls.higher) <= 8
     assert not any(calls.take(number) for number in range(1, 100))
 
 
@@ -259,8 +259,8 @@ def test_a_greeting_without_a_usable_nonce_is_answered_401(port: Port) -> None:
             return await client.get(GREETING, headers={"x-lockstep-nonce": nonce} if nonce else {})
 
     for nonce in ("", "short", "x" * 100, "a|b" * 12):
-        assert port.calls._loop.run(greet(nonce)).status_code == 401, nonce
-    answer = port.calls._loop.run(greet(make_nonce()))
+        assert port.calls.loop.run(greet(nonce)).status_code == 401, nonce
+    answer = port.calls.loop.run(greet(make_nonce()))
     assert KEY not in answer.text
     assert json.loads(answer.text).keys() == {"nonce", "proof"}
 
@@ -354,7 +354,7 @@ def test_the_answer_of_the_server_itself_is_read_whole_and_bounded(port: Port, m
 
     port.program = KeyGuard(app)
     assert port.calls.call("GET", "/long") == long
-    monkeypatch.setattr("lockstep.engines.http.server_calls._LARGEST", 1 << 19)
+    monkeypatch.setattr("lockstep.engines.http.server_calls.LARGEST", 1 << 19)
     with pytest.raises(EngineLost, match="sent more than 524,288 bytes"):
         port.calls.call("GET", "/long")
 
@@ -363,7 +363,7 @@ def test_the_answer_of_the_server_itself_is_read_whole_and_bounded(port: Port, m
 def test_an_answer_that_drips_ends_at_the_time_limit(
     head: bytes, loop: CallLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.audit.server._SECONDS", 0.5)
+    monkeypatch.setattr("lockstep.audit.server.SECONDS", 0.5)
     with flood(head, b"a", pause=0.05) as (url, _):
         for key in (KEY, None):
             with pytest.raises(EngineLost, match=r"did not answer within|cannot be reached"):
@@ -405,8 +405,8 @@ def test_an_audit_of_a_server_that_makes_no_sense_is_one_sentence(
 
 @pytest.mark.parametrize("kind", ["plain", "gzip", "a head"])
 def test_other_servers_cannot_fill_the_memory_either(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.audit.server._LARGEST", 1 << 20)
-    monkeypatch.setattr("lockstep.images.urls._LARGEST", 1 << 20)
+    monkeypatch.setattr("lockstep.audit.server.LARGEST", 1 << 20)
+    monkeypatch.setattr("lockstep.images.urls.LARGEST", 1 << 20)
     part = b"a: " + b"x" * 1000 + b"\r\n" if kind == "a head" else b"[" * 65536
     with flood(HEADS[kind], part) as (url, sent):
         with pytest.raises(LockstepError):

@@ -14,8 +14,9 @@ from servers import Server, begin, connect
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel
 
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.models.autocast import Precision
 from lockstep.sync.push import push_weights
 from lockstep.watch.rescoring import completion_logps
@@ -109,7 +110,7 @@ def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_i
     engine.begin_update()
     engine._pauses.wait()
     # The loop that answers this call also computes tokens, so that an unpaused server would sample tokens between two calls.
-    turns = [(engine._servers[0].workers("lockstep_state"), server.sampled_tokens())[1] for _ in range(20)]
+    turns = [(engine.servers.all[0].workers("lockstep_state"), server.sampled_tokens())[1] for _ in range(20)]
     assert turns[0] == turns[-1]
     assert worker.is_alive()
     moved = perturbed(model, scale=0.5)

@@ -174,7 +174,7 @@ class TestGuard:
             assert json.loads(passed["body"]) == asked
 
     def test_a_call_without_end_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lockstep.server.guard._LARGEST_RPC", 1000)
+        monkeypatch.setattr("lockstep.server.guard.LARGEST_RPC", 1000)
         assert self.rpc(b" " * 1001)[0]["status"] == 413
 
     @staticmethod

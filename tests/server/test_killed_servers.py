@@ -128,7 +128,7 @@ class Killer:
 
         small = lambda tensors: chunks(tensors, limit=40_000)  # noqa: E731
         with patch.object(TrainerSlots, "wait_until_free", free), patch.object(shared_memory, "chunks", small):
-            trainer.engine._transport.forget()  # type: ignore[union-attr]
+            trainer.engine.transport.forget()  # type: ignore[union-attr]
             with self.loading(trainer, "pushing", role):
                 yield
 
@@ -146,11 +146,11 @@ class Killer:
                     yield named
 
         def load(tensors: Any, base: str = "") -> Any:
-            return real(Deadly(trainer._policy_model())) if armed and armed.pop() else real(tensors, base)
+            return real(Deadly(trainer.trained_by_name()["policy"])) if armed and armed.pop() else real(tensors, base)
 
-        trainer.engine._transport.forget()  # type: ignore[union-attr]
+        trainer.engine.transport.forget()  # type: ignore[union-attr]
         gloo = GlooTransport("127.0.0.1", 0, TIMEOUT)
-        with patch.object(trainer.engine, "_transport", gloo), self.loading(trainer, GLOO, role):
+        with patch.object(trainer.engine, "transport", gloo), self.loading(trainer, GLOO, role):
             real = trainer.engine.load
             with patch.object(trainer.engine, "load", load):
                 yield

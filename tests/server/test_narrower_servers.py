@@ -11,7 +11,7 @@ from servers import Server, connect, serve
 from tiny import make_model, perturbed
 
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.vllm.settings import only_dtype
+from lockstep.engines.vllm.port.settings import only_dtype
 from lockstep.sync.push import push_weights
 from lockstep.watch.modules import ModuleProbe, check_probe
 

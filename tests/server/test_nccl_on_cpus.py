@@ -25,5 +25,5 @@ def test_a_real_server_receives_computes_with_and_acknowledges_every_push(server
         assert record.sent_bytes == (0 if version == 2 else record.bytes)
         assert record.in_full == ""
     with pytest.raises(InputError, match=f"the server at {server.url} computes without an NVIDIA GPU"):
-        check_gpus("GPU-0", engine._servers)
+        check_gpus("GPU-0", engine.servers.all)
     engine.close()

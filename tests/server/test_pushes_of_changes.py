@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost
-from lockstep.sync.push import _LAST_PUSHES, SyncRecord, push_weights
+from lockstep.sync.push import LAST_PUSHES, SyncRecord, push_weights
 from lockstep.watch.modules import ModuleProbe, check_probe
 
 pytestmark = VLLM
@@ -107,7 +107,7 @@ def test_changes_for_another_base_are_found_by_the_digest_and_followed_by_a_whol
     """The trainer's copy is ahead of the server's: the server writes the next changes into older weights."""
     engine, model = connect(bf16_server.url, transport="gloo"), make_model()
     push_weights(model, engine, 0)
-    copies = _LAST_PUSHES[engine].copies
+    copies = LAST_PUSHES[engine].copies
     copies["model.layers.0.mlp.up_proj.weight"][3] *= 2
     model.get_parameter("model.layers.0.mlp.up_proj.weight").data[3] *= 2
     with caplog.at_level(logging.WARNING, "lockstep"):

@@ -18,10 +18,9 @@ FREE = set((Path(__file__).parent / "free_arguments.txt").read_text().split())
 @pytest.fixture(scope="module")
 def arguments() -> set[str]:
     """The names of all arguments of this vLLM's server."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from lockstep.engines.vllm.port.server import server_parser
 
-    return {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions} - {"help"}
+    return {action.dest for action in server_parser()._actions} - {"help"}
 
 
 def test_each_argument_is_either_free_or_refused(arguments: set[str]) -> None:

@@ -19,10 +19,11 @@ from test_in_flight import gap_by_version
 from tiny import make_model, perturbed
 from training import equal, make_trainer, train
 
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests.sending import ServerRequests
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, ProofError
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
@@ -65,13 +66,13 @@ def test_both_hold_the_weights_and_both_answer(pair: Pair) -> None:
     model = perturbed(make_model(), scale=0.5)
     push_weights(model, pair.engine, 3)
     posted: list[str] = []
-    real = pair.engine._requests._post
+    real = pair.engine.requests.post
 
     async def counting(server: ServerCalls, *what: Any) -> object:
         posted.append(server.url)
         return await real(server, *what)
 
-    pair.engine._requests._post = counting  # type: ignore[method-assign]
+    pair.engine.requests.post = counting  # type: ignore[method-assign]
     answers = pair.engine.generate(asked(6, 3))
     assert sorted(posted) == sorted([server.url for server in pair.servers] * 9)
     assert gap_by_version({3: model}, list(answers.values())) < 1e-3
@@ -85,8 +86,8 @@ def test_the_samples_of_a_prompt_and_the_calls_of_a_rollout_stay_together(pair: 
         # A later call of the same rollout has other prompt ids.
         later = replace(request, key=request.key._replace(call=1), prompt_ids=(*request.prompt_ids.tolist(), 5, 6))
         for one in (request, later):
-            server = pair.engine._requests.route(one, routes)
-            pair.engine._requests.load(server).tokens += one.sampling.max_tokens
+            server = pair.engine.requests.route(one, routes)
+            pair.engine.requests.load(server).tokens += one.sampling.max_tokens
             places.setdefault(request.key.prompt_id, set()).add(server.url)
     assert all(len(where) == 1 for where in places.values())
     assert {place for where in places.values() for place in where} == {server.url for server in pair.servers}
@@ -96,10 +97,10 @@ def test_the_calls_of_a_rollout_whose_server_has_left_go_to_another_one(pair: Pa
     push_weights(make_model(), pair.engine, 1)
     routes: dict[Any, ServerCalls] = {}
     (request,) = asked(1, 1)
-    first = pair.engine._requests.route(request, routes).url
+    first = pair.engine.requests.route(request, routes).url
     assert first == pair.servers[0].url
     pair.engine.leave([first], "the test says so")
-    assert pair.engine._requests.route(request, routes).url == pair.servers[1].url
+    assert pair.engine.requests.route(request, routes).url == pair.servers[1].url
     assert len(pair.engine.generate(asked(3, 2))) == 6
 
 
@@ -107,22 +108,22 @@ def test_requests_of_two_calls_are_distributed_like_requests_of_one_call(pair: P
     push_weights(make_model(), pair.engine, 1)
     (request,) = asked(1, 1)
     several = [replace(request, key=RequestKey(f"p{i}", 0), sampling=Sampling(100)) for i in range(4)]
-    requests = pair.engine._requests
+    requests = pair.engine.requests
 
     async def never(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    with patch.object(requests, "_post", never):
+    with patch.object(requests, "post", never):
         calls = [Asked(pair.engine, [one]) for one in several]
         # This runs in the thread of the calls, after all four have begun.
-        assert pair.engine._loop.run(still_open(pair.engine)) == [200, 200]
+        assert pair.engine.loop.run(still_open(pair.engine)) == [200, 200]
         for call in calls:
             call.give_up()
     assert open_tokens(pair.engine) == [0, 0]
 
 
 def open_tokens(engine: VLLMServer) -> list[int]:
-    return [engine._requests.load(server).tokens for server in engine._servers]
+    return [engine.requests.load(server).tokens for server in engine.servers.all]
 
 
 async def still_open(engine: VLLMServer) -> list[int]:
@@ -232,7 +233,7 @@ def test_when_a_server_without_this_memory_joins_weights_go_to_all_over_gloo(ser
         push_weights(model, joining, 1)
         engine.take(joining, [second.url, server.url])
     joining.close()
-    assert isinstance(engine._transport, GlooTransport)
+    assert isinstance(engine.transport, GlooTransport)
     assert engine.members == (second.url, server.url)
     assert gap_by_version({1: model}, list(engine.generate(asked(6, 2)).values())) < 1e-3
     moved = perturbed(make_model(), scale=0.4)

@@ -17,8 +17,9 @@ from faulty_proxy import GENERATE, FaultyProxy, faulty_proxy
 from servers import Server, connect, impatient
 from tiny import make_model
 
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.sync.push import push_weights
 from lockstep.watch.modules import ModuleProbe, check_probe
@@ -125,7 +126,7 @@ def test_a_push_that_loses_a_call_is_not_repeated_by_itself_and_a_new_one_is_who
     path: str, fault: str, engine: VLLMServer, proxy: FaultyProxy
 ) -> None:
     model = make_model(seed=3)
-    engine._transport.forget()  # type: ignore[union-attr]
+    engine.transport.forget()  # type: ignore[union-attr]
     before = dict(proxy.calls)
     proxy.once(fault, path)
     try:

@@ -19,8 +19,9 @@ from test_in_flight import gap_by_version
 from tiny import make_model, perturbed
 from transformers import PreTrainedModel
 
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
 from lockstep.errors import LockstepError
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource

@@ -12,7 +12,8 @@ from servers import Server, connect, impatient
 from tiny import make_model
 from training import equal, make_trainer, train
 
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.sync.push import push_weights
 

@@ -83,7 +83,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
 
 
 def test_a_server_that_ends_is_started_again_and_a_line_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.2)
+    monkeypatch.setattr("lockstep.server.supervisor.HEALTH_EVERY", 0.2)
     port, lines, ready = free_port(), [], []
     command = [sys.executable, "-c", HEALTHY, str(port)]
 
@@ -113,8 +113,8 @@ def test_a_server_that_never_came_up_is_not_tried_for_ever() -> None:
 def test_a_server_whose_engine_dies_before_it_is_ready_is_no_start_that_takes_long(
     status: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.server.supervisor._FAILING_LIMIT", 1.0)
-    monkeypatch.setattr("lockstep.server.supervisor._START_LIMIT", 20.0)
+    monkeypatch.setattr("lockstep.server.supervisor.FAILING_LIMIT", 1.0)
+    monkeypatch.setattr("lockstep.server.supervisor.START_LIMIT", 20.0)
     port = free_port()
     command = [sys.executable, "-c", ILL, str(port), str(status)]
     with pytest.raises(Exception, match=f"{said} before it was ready"):
@@ -130,8 +130,8 @@ def test_the_files_of_a_server_are_its_owners_alone() -> None:
 @pytest.mark.parametrize("ill", ["closed", "failing"])
 def test_a_server_whose_engine_died_and_that_does_not_end_is_ended(ill: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's server does this if its engine ends while calls are open: it stops listening, and waits for the calls for ever."""
-    monkeypatch.setattr("lockstep.server.supervisor._FAILING_LIMIT", 1.0)
-    monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.5)
+    monkeypatch.setattr("lockstep.server.supervisor.FAILING_LIMIT", 1.0)
+    monkeypatch.setattr("lockstep.server.supervisor.HEALTH_EVERY", 0.5)
     port, lines = free_port(), []
 
     def say(line: str) -> None:
@@ -155,7 +155,7 @@ def test_a_server_whose_engine_answers_nothing_is_ended_although_vllm_calls_it_h
     ill: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.server.supervisor._SILENT_LIMIT", 1.0)
-    monkeypatch.setattr("lockstep.server.supervisor._HEALTH_EVERY", 0.2)
+    monkeypatch.setattr("lockstep.server.supervisor.HEALTH_EVERY", 0.2)
     port, lines = free_port(), []
 
     def say(line: str) -> None:

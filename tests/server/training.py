@@ -59,7 +59,7 @@ def make_trainer(
 
 
 def weights(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer._policy_model().named_parameters()}
+    return {name: p.detach().clone() for name, p in trainer.trained_by_name()["policy"].named_parameters()}
 
 
 def train(trainer: GRPOTrainer, sabotage: Sabotage | None = None, **kwargs: Any) -> dict[str, torch.Tensor]:

@@ -18,8 +18,7 @@ from tiny import make_model
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.tensors import LoadedWeights, tensor_specs
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.shards.fsdp import FsdpWeights
 from lockstep.shards.model import ShardedModel, sharded

@@ -8,11 +8,11 @@ import torch
 from test_model import Shard, loss_of, passes, shard
 from tiny import make_model
 
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.tensors import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import add_adapter, causal_model
-from lockstep.sync.adapters.merged import AdaptedSource
 from lockstep.sync.live import check_live
+from lockstep.sync.source import AdaptedSource
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 
 __all__ = ["passes", "shard"]

@@ -35,20 +35,20 @@ def held(passes: Passes, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
     """After each gather: how many groups are whole, the model's own among them."""
     found: list[int] = []
     whole: set[int] = set()
-    gather, free = weights_module._Group.gather, weights_module._Group.free
+    gather, free = weights_module.WeightGroup.gather, weights_module.WeightGroup.free
 
-    def gathered(self: weights_module._Group) -> None:
+    def gathered(self: weights_module.WeightGroup) -> None:
         if not self.whole:
             gather(self)
             whole.add(id(self))
             found.append(len(whole))
 
-    def freed(self: weights_module._Group) -> None:
+    def freed(self: weights_module.WeightGroup) -> None:
         free(self)
         whole.discard(id(self))
 
-    monkeypatch.setattr(weights_module._Group, "gather", gathered)
-    monkeypatch.setattr(weights_module._Group, "free", freed)
+    monkeypatch.setattr(weights_module.WeightGroup, "gather", gathered)
+    monkeypatch.setattr(weights_module.WeightGroup, "free", freed)
     yield found
     assert not whole
 

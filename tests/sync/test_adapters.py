@@ -16,14 +16,14 @@ from test_push import Recorder
 from tiny import make_model
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from lockstep.engines import tensor_specs
-from lockstep.engines.protocol import Engine, LoadedWeights
+from lockstep.contract import tensors as tensor_specs
+from lockstep.contract.protocol import Engine
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.autocast import Precision
-from lockstep.sync.adapters.merged import AdaptedSource, weights_of
 from lockstep.sync.push import push_weights
-from lockstep.sync.source import PlainSource
+from lockstep.sync.source import AdaptedSource, PlainSource, weights_of
 from lockstep.watch.modules import ModuleProbe
 from lockstep.watch.rescoring import sequence_logits
 
@@ -141,7 +141,7 @@ def merged_exactly(model: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("together", [1, 100_000])
 def test_a_push_never_holds_a_second_copy(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_specs, "_GROUP_BYTES", together)
+    monkeypatch.setattr(tensor_specs, "GROUP_BYTES", together)
     alive: list[int] = []
 
     class Watcher(Recorder):

@@ -14,21 +14,22 @@ from conftest import VLLM
 from test_adapters import LINEAR, adapted, gpt2, move
 from tiny import CONTEXT, make_model, save
 
-from lockstep.engines.adapters.in_process import adapter_arguments
-from lockstep.engines.adapters.receiver import AdapterLimits
-from lockstep.engines.probe import probe_vector
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, LoadedWeights, RequestKey, Sampling
-from lockstep.engines.tensor_specs import key_of
+from lockstep.contract.adapters import AdapterLimits
+from lockstep.contract.probe import probe_vector
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.tensors import LoadedWeights, key_of
 from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.requests.conversion import prompt_logprobs, sampling_params, scoring_params
+from lockstep.engines.vllm.port.requests import prompt_logprobs, sampling_params, scoring_params
 from lockstep.errors import InputError, ProofError
 from lockstep.models.autocast import Precision
 from lockstep.sync.adapters import source as adapter_source
 from lockstep.sync.adapters.live import check_adapter_live
-from lockstep.sync.adapters.merged import weights_of
 from lockstep.sync.adapters.push import check_held
 from lockstep.sync.adapters.source import AdapterSource, BaseSource, EffectiveSource, adapter_shape, check_alone
+from lockstep.sync.source import weights_of
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.watch.adapter_probe import check_adapter_probe
 from lockstep.watch.gap import measure_gap
@@ -88,7 +89,7 @@ def from_cache(engine: VLLMInProcess) -> int:
 
 
 def memory_of(engine: VLLMInProcess) -> Any:
-    from lockstep.engines.adapters.worker import load_from_memory
+    from lockstep.engines.vllm.port.lora import load_from_memory
 
     (found,) = engine.llm.collective_rpc(load_from_memory)
     return found

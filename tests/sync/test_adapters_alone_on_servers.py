@@ -14,8 +14,9 @@ from test_adapters import adapted, move
 from tiny import make_model, save
 
 from lockstep import connection
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.models.autocast import Precision
 from lockstep.server.keys import KEY_VARIABLE
@@ -68,7 +69,7 @@ def test_each_push_is_proven_and_only_the_last_adapter_stays(server: Server, tra
             assert proof.probe.worst[1] < 1e-4
             sizes.append(proof.push.bytes)
             assert set(sampled(engine).weight_versions.tolist()) == {version}
-            assert len(engine.adapters._held()[0]) == 1
+            assert len(engine.adapters.held()[0]) == 1
             move(model, version)
         # The base travels at most once: another test may have pushed it before.
         assert len(set(sizes[1:])) == 1
@@ -90,7 +91,7 @@ def test_two_runs_share_a_server_and_neither_touches_the_others_adapter(server: 
         pushing.push(1, canary=True)
         assert second.score_canary(0).mean_abs < 1e-5
         assert pushing.score_canary(1).mean_abs < 1e-5
-        assert {name.partition("/")[0] for name in one.adapters._held()[0]} == {one.session, other.session}
+        assert {name.partition("/")[0] for name in one.adapters.held()[0]} == {one.session, other.session}
         stranger = connect(server.url)
         with pytest.raises(InputError, match=r"holds adapters of 2 other runs"):
             pusher(adapted(make_model(seed=3)), stranger).push(0)
@@ -144,7 +145,7 @@ def test_a_request_that_was_given_up_does_not_end_the_server_when_its_adapter_is
         # As if the server had not noticed yet that nobody waits for the answers.
         engine.adapters._running.clear()
         pushing.push(1)
-        assert len(engine.adapters._held()[0]) == 1
+        assert len(engine.adapters.held()[0]) == 1
         running.give_up()
         assert pushing.push(2, canary=True).canary is not None
         assert set(sampled(engine).weight_versions.tolist()) == {2}
@@ -166,13 +167,13 @@ def test_a_request_that_runs_during_a_push_ends_with_the_adapter_that_it_began_w
         pushing.push(1)
         assert server.running_requests() == 1, "the long request has ended before the push: nothing was shown"
         assert set(sampled(engine).weight_versions.tolist()) == {1}
-        assert len(engine.adapters._held()[0]) == 2
+        assert len(engine.adapters.held()[0]) == 2
         (ended,) = running.result().values()
         assert set(ended.weight_versions.tolist()) == {0}
         assert ended.token_ids.tolist() == alone.token_ids.tolist()
         assert float(abs(ended.logprobs - alone.logprobs).max()) < 1e-4
         pushing.push(2)
-        assert len(engine.adapters._held()[0]) == 1
+        assert len(engine.adapters.held()[0]) == 1
     finally:
         engine.close()
 
@@ -195,7 +196,7 @@ def test_a_resumed_run_removes_the_adapters_of_its_earlier_session(server: Serve
     again = connect(server.url, run="run")
     try:
         pusher(adapted(), again).push(3)
-        (names,) = again.adapters._held()
+        (names,) = again.adapters.held()
         assert [name.split("/")[1] for name in names] == [again.session]
     finally:
         again.close()
@@ -214,7 +215,7 @@ def test_a_trainer_of_ones_own_sends_the_adapter_alone_too(server: Server, monke
         probe, canary = own.verify()
         assert probe.worst[1] < 1e-4
         assert canary.mean_abs < 1e-5
-        (names,) = own.engine.adapters._held()
+        (names,) = own.engine.adapters.held()
         assert [name.partition("/")[0] for name in names] == ["own"]
     finally:
         own.close()

@@ -17,13 +17,10 @@ from hypothesis import strategies as st
 from test_transports import Worker
 from tiny import make_model
 
-from lockstep.engines.held import HeldWeights
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.tensors import HeldWeights, LoadedWeights, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
-from lockstep.sync.changes import LastPush, Update
-from lockstep.sync.push import forget_push, push_weights
+from lockstep.sync.push import LastPush, Update, forget_push, push_weights
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire import deltas
 from lockstep.sync.wire.deltas import NO_CHANGES, Changes, ReceivedWeights, apply_changes, changes_between, part_of
@@ -49,15 +46,15 @@ def test_changes_give_the_new_tensor_bit_for_bit(
     dtype: torch.dtype, size: int, drawn: list[tuple[int, int]], longest: int
 ) -> None:
     """The bits are drawn, so that NaN and minus zero are among them. A short limit makes gaps that must be bridged."""
-    bits = deltas._BITS[dtype.itemsize]
+    bits = deltas.BITS[dtype.itemsize]
     old = torch.arange(size).to(bits)
     new = old.clone()
     for place, value in drawn:
         if place < size:
             new[place] = torch.tensor(value).to(bits)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deltas, "_LARGEST_GAP", longest)
-        patch.setattr(deltas, "_WORDS_AT_A_TIME", 8)
+        patch.setattr(deltas, "LARGEST_GAP", longest)
+        patch.setattr(deltas, "WORDS_AT_A_TIME", 8)
         differing, changes = changes_between(old.view(dtype), new.view(dtype))
     assert differing == int((old != new).sum())
     if changes is None:
@@ -348,7 +345,7 @@ def test_a_fault_in_the_engines_memory_is_found_by_the_probe_and_then_overwritte
     pusher = ProvenPusher(model, engine, torch.float32, Precision(None))
     pusher.push(1)
     with torch.no_grad():
-        engine._model.model.layers[1].mlp.up_proj.weight[3] += 1  # type: ignore[attr-defined]
+        engine.model.model.layers[1].mlp.up_proj.weight[3] += 1  # type: ignore[attr-defined]
     with pytest.raises(ProofError, match=r"layers\.1\.mlp\.up_proj"):
         pusher.push(2, every_module=True)
     assert pusher.push(3, every_module=True).push.sent_bytes == sum(p.nbytes for p in model.parameters())
@@ -359,7 +356,7 @@ def test_a_fault_in_the_engines_memory_is_found_by_the_probe_and_then_overwritte
 
 
 class KeepingWorker(Worker):
-    """A server's worker that takes pieces as the real one does (`sync/vllm/backend.py`)."""
+    """A server's worker that takes pieces as the real one does (`engines/vllm/receive.py`)."""
 
     def __init__(self) -> None:
         super().__init__()

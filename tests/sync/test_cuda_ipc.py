@@ -45,12 +45,12 @@ def test_pytorch_gives_and_takes_the_eight_fields_in_this_order() -> None:
 def test_the_counters_are_those_of_pytorch() -> None:
     header = Path(torch.__file__).parent / "include/torch/csrc/CudaIPCTypes.h"
     (count,) = re.findall(r"CUDA_IPC_REF_COUNTER_FILE_SIZE = (\d+);", header.read_text(encoding="utf-8"))
-    assert int(count) == cuda_ipc._COUNTERS
+    assert int(count) == cuda_ipc.COUNTERS
     # The same function of PyTorch names the files of tensors that processes share by name.
     _, name, _ = torch.empty(8).untyped_storage()._share_filename_cpu_()
-    assert cuda_ipc._COUNTER_FILE.fullmatch(name)
+    assert cuda_ipc.COUNTER_FILE.fullmatch(name)
     for other in (b"/torch_1_2", b"/torch_1_2_3/../x", b"/torch_1_2_3\n", b"torch_1_2_3", b"/dev/shm/torch_1_2_3"):
-        assert not cuda_ipc._COUNTER_FILE.fullmatch(other)
+        assert not cuda_ipc.COUNTER_FILE.fullmatch(other)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -63,8 +63,8 @@ def test_a_trainer_without_a_gpu_is_refused_by_name_and_auto_does_not_ask() -> N
 def test_a_tensor_of_a_push_that_ends_beyond_the_buffer_is_refused(tmp_path: Path, offset: int, refused: bool) -> None:
     """The manifest of a push names places in the buffer whose handle came before."""
     path, buffer = tmp_path / "segment", torch.zeros(256, dtype=torch.uint8)
-    lock = TrainerLock(shared_memory._new_file(path, segment_bytes(0, 1)))
-    memory = shared_memory._map_file(path, segment_bytes(0, 1))
+    lock = TrainerLock(shared_memory.new_file(path, segment_bytes(0, 1)))
+    memory = shared_memory.map_file(path, segment_bytes(0, 1))
     slots = TrainerSlots(memory, 256, 1, 20.0, buffer)
     push = slots.begin_push()
     slots.announce_filled(0)

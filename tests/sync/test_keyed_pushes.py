@@ -9,11 +9,18 @@ import torch
 from test_changes import Receiver
 from tiny import make_model
 
-import lockstep.engines.device_digest as device_digest
+import lockstep.contract.device_digest as device_digest
 import lockstep.sync.push as push_module
-from lockstep.engines.device_digest import new_key
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import begin_specs, finished, key_of, one_push, tensor_digest, tensor_specs
+from lockstep.contract.device_digest import new_key
+from lockstep.contract.tensors import (
+    LoadedWeights,
+    begin_specs,
+    finished,
+    key_of,
+    one_push,
+    tensor_digest,
+    tensor_specs,
+)
 from lockstep.errors import LockstepError, ProofError
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource
@@ -27,7 +34,7 @@ ONE, OTHER = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn
 def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the model lay on a GPU. Tiny tensors then have several chunks."""
     monkeypatch.setattr(push_module, "key_for", lambda tensors: new_key())
-    monkeypatch.setattr(device_digest, "_CHUNK", 1 << 14)
+    monkeypatch.setattr(device_digest, "CHUNK", 1 << 14)
 
 
 class Faulty:

@@ -7,8 +7,7 @@ import torch
 from conftest import start
 from tiny import make_model
 
-from lockstep.engines.held import HeldWeights
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.tensors import HeldWeights, tensor_specs
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.sync.push import let_sleep, push_weights
 

@@ -15,9 +15,8 @@ from tiny import make_model
 
 from lockstep.errors import ProofError
 from lockstep.sync import push as push_module
-from lockstep.sync.adapters.merged import AdaptedSource
 from lockstep.sync.push import push_weights
-from lockstep.sync.source import PlainSource
+from lockstep.sync.source import AdaptedSource, PlainSource
 
 
 class HalfPrecision(Recorder):

@@ -277,7 +277,7 @@ def test_the_end_of_a_run_waits_a_bounded_time_for_its_group(monkeypatch: pytest
     """The end of a group hangs as NCCL's may. Gloo's does not."""
     transport, worker, released = over_groups(NCCL), Worker(), threading.Event()
     send(transport, [worker], 0)
-    monkeypatch.setattr(devices, "_END_LIMIT", 0.1)
+    monkeypatch.setattr(devices, "END_LIMIT", 0.1)
     channel = transport._kept._channel
     monkeypatch.setattr(type(channel), "_end", lambda self, in_flight: released.wait())
     transport.close()

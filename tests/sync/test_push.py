@@ -11,14 +11,12 @@ import pytest
 import torch
 from tiny import make_model
 
+from lockstep.contract.tensors import LoadedWeights, tensor_digest, tensor_specs
 from lockstep.engines.http.requests.messages import loaded_by
-from lockstep.engines.protocol import LoadedWeights
-from lockstep.engines.tensor_specs import tensor_digest, tensor_specs
+from lockstep.engines.vllm.receive import StoredNames
 from lockstep.errors import InputError, ProofError
-from lockstep.sync.changes import Update
-from lockstep.sync.push import check_loaded, push_weights
+from lockstep.sync.push import Update, check_loaded, push_weights
 from lockstep.sync.source import PlainSource
-from lockstep.sync.vllm.stored import StoredNames
 
 
 class Recorder:

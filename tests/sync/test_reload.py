@@ -107,7 +107,7 @@ def test_a_weight_for_which_vllm_has_no_place_stops_the_push(tmp_path: Path) -> 
 
 def test_convolutions_round_in_vllms_processes_as_in_the_trainer(untied_vllm: VLLMInProcess) -> None:
     """A worker process has no trainer that chooses it. vLLM calls `register` in each of its processes."""
-    from lockstep.sync.vllm.plugin import register
+    from lockstep.engines.vllm.plugin import register
 
     convolution = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     before = convolution.fp32_precision

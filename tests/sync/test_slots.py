@@ -25,9 +25,9 @@ class Pair:
 
     def __init__(self, folder: Path, timeout: float = 20.0) -> None:
         self.path, size = folder / "segment", segment_bytes(SLOT, WORKERS)
-        self.lock = TrainerLock(shared_memory._new_file(self.path, size))
-        self.slots = TrainerSlots(shared_memory._map_file(self.path, size), SLOT, WORKERS, timeout)
-        self.memory = shared_memory._map_file(self.path, size)
+        self.lock = TrainerLock(shared_memory.new_file(self.path, size))
+        self.slots = TrainerSlots(shared_memory.map_file(self.path, size), SLOT, WORKERS, timeout)
+        self.memory = shared_memory.map_file(self.path, size)
         self.other = os.open(self.path, os.O_RDONLY)
         self.timeout = timeout
 
@@ -177,7 +177,7 @@ def test_a_call_of_an_earlier_push_that_comes_late_takes_nothing_of_this_one(pai
     push = pair.slots.begin_push()
     pair.fill(0)
     assert list(late) == []
-    assert pair.slots._fewest_loaded() == 0
+    assert pair.slots.fewest_loaded() == 0
     assert len(list(pair.worker(0, push, 1))) == 1
     assert list(later) == []
     assert len(list(pair.worker(1, push, 1))) == 1

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from tiny import make_model, perturbed, save_model
 from transformers import PreTrainedModel
 
-import lockstep.sync.vllm.backend
-from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling
+import lockstep.engines.vllm.receive
+from lockstep.contract.protocol import GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.settings import effective_settings
+from lockstep.engines.vllm.port.settings import effective_settings
 from lockstep.errors import ProofError
 from lockstep.sync.push import push_weights
 from lockstep.watch.gap import GapStats, measure_gap, over_limits
@@ -58,7 +59,7 @@ def test_a_tied_head_follows_the_embedding(tied_vllm: VLLMInProcess) -> None:
 def test_the_gap_catches_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_model("llama", tied=True)
     push_weights(base, tied_vllm, 1)
-    monkeypatch.setattr(lockstep.sync.vllm.backend, "repack_heads", lambda model, written: None)
+    monkeypatch.setattr(lockstep.engines.vllm.receive, "repack_heads", lambda model, written: None)
     moved = perturbed(base, scale=0.5)
     # vLLM reports only success: the load is acknowledged and the version advances.
     assert push_weights(moved, tied_vllm, 2).version == tied_vllm.version == 2
@@ -69,7 +70,7 @@ def test_the_gap_catches_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch
 def test_the_probe_names_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_model("llama", tied=True)
     push_weights(base, tied_vllm, 1)
-    monkeypatch.setattr(lockstep.sync.vllm.backend, "repack_heads", lambda model, written: None)
+    monkeypatch.setattr(lockstep.engines.vllm.receive, "repack_heads", lambda model, written: None)
     moved = perturbed(base, scale=0.01)
     push_weights(moved, tied_vllm, 2)
     probe = ModuleProbe(moved, tied_vllm, torch.float32)

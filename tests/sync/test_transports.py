@@ -115,7 +115,7 @@ class OneBuffer(CudaIPCTransport):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_ipc, "exported", lambda buffer: [])
             found = super()._shared_buffer(size, servers)
-        cuda_ipc.mapped = lambda handle, device: self._buffer  # type: ignore[assignment]
+        cuda_ipc.mapped = lambda handle, device: self.buffer  # type: ignore[assignment]
         return found
 
 
@@ -230,22 +230,22 @@ def test_shared_memory_is_two_chunks_and_a_worker_of_it_has_no_memory_of_its_own
     # The counters of the turns; in each slot, the counts of its chunk.
     counters = counts = chunks_module.ALIGNMENT
     assert worker.segment.memory.numel() <= counters + 2 * (counts + chunks_module.aligned(max(CHUNK, largest_tensor)))
-    assert worker.receiver._buffer.numel() == 0
+    assert worker.receiver.buffer.numel() == 0
 
 
 def test_cuda_ipc_has_one_slot_and_the_same_buffer_after_a_failure() -> None:
     """A process that was killed never gives back what it had mapped, so a new buffer each time would fill the GPU."""
     transport, worker = OneBuffer(20.0, torch.device("cpu")), Worker()
     transport.send(weights(0), [worker])
-    assert transport._buffer is not None
-    kept = transport._buffer.data_ptr()
+    assert transport.buffer is not None
+    kept = transport.buffer.data_ptr()
     counts = chunks_module.ALIGNMENT
-    assert transport._buffer.numel() <= counts + chunks_module.aligned(max(CHUNK, 4 * max(SIZES)))
+    assert transport.buffer.numel() <= counts + chunks_module.aligned(max(CHUNK, 4 * max(SIZES)))
     assert worker.segment is not None
     assert worker.segment.memory.numel() <= chunks_module.ALIGNMENT
     transport.forget()
     transport.send(weights(1), [worker])
-    assert transport._buffer.data_ptr() == kept
+    assert transport.buffer.data_ptr() == kept
     assert arrived_whole(worker, weights(1))
 
 
@@ -255,11 +255,11 @@ def test_a_worker_holds_one_chunk_or_one_larger_tensor_and_keeps_it(sizes: list[
     worker, transport = Worker(), over_groups(name)
     sent = [(f"t{i}", torch.randn(size)) for i, size in enumerate(sizes)]
     transport.send(sent, [worker])
-    kept = worker.receiver._buffer.data_ptr()
+    kept = worker.receiver.buffer.data_ptr()
     transport.send(sent, [worker])
     assert arrived_whole(worker, sent)
-    assert worker.receiver._buffer.numel() <= max(CHUNK, 4 * max(sizes))
-    assert worker.receiver._buffer.data_ptr() == kept
+    assert worker.receiver.buffer.numel() <= max(CHUNK, 4 * max(sizes))
+    assert worker.receiver.buffer.data_ptr() == kept
 
 
 @pytest.fixture

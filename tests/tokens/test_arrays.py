@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.rollouts.group import Prompt
 from lockstep.tokens.arrays import BadValues, cut, flags, joined, reals, whole_numbers
 from lockstep.training.batch.sequence import TrainingSequence

@@ -15,7 +15,7 @@ from shifted_engine import ShiftedEngine
 from transformers import Trainer, TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Completion, Engine
+from lockstep.contract.protocol import Completion, Engine
 from lockstep.run.trainers.online import OnlineTrainer
 
 # The number of completions per optimizer step; with Online DPO, the number of prompts.

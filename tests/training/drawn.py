@@ -22,9 +22,8 @@ from reference import Tree, branches_of, sampled_places
 from reference_methods import Drawn
 from subjects import Subject
 
-from lockstep.watch.evidence import TokenEvidence
 from lockstep import OnlineDPOConfig
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.models.adapters import causal_model
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
@@ -36,6 +35,8 @@ from lockstep.training.step.generation import prepare_generation, sequences_of
 from lockstep.training.step.score_all import score_all
 from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.verify.unwatched import Unwatched
+from lockstep.watch.evidence import TokenEvidence
 
 # Gives the scalar loss of one optimizer step by the reference.
 ReferenceLoss = Callable[[Subject, Drawn, slice], torch.Tensor]
@@ -286,15 +287,16 @@ def check(
         largest = max(float(gradient.norm()) for gradient in expected.values())
         assume(not drawn.anew or not 0.0 < largest < 1e-3)
         sequences = objective.prepare_step(
-            generation.step(step, shape["micro"]), lambda those: score_all(policy, those, run).entropies
+            generation.step(step, shape["micro"]),
+            lambda those: score_all(policy, those, run, TokenEvidence()).entropies,
         )
         prepared = generation.with_step(step, shape["micro"], sequences)
         sums = UpdateSums(TokenEvidence())
         for micro in prepared.micro_batches[step * shape["micro"] : (step + 1) * shape["micro"]]:
             with kept():
-                learn(policy, micro, objective, PhaseClock(), sums)
+                learn(policy, micro, objective, PhaseClock(), sums, Unwatched())
         logged.append(sums.tally.figures() | objective.finish_step(sums.tally))
-        assert sums.gap.tokens == sum(len(s.behaviour_logps) for s in sequences)
+        assert kept(sums.evidence).gap.tokens == sum(len(s.behaviour_logps) for s in sequences)
         loss, wanted = sums.loss, expected_loss.item()
         assert abs(loss - wanted) <= subject.relative * abs(wanted) + subject.loss_floor, (loss, wanted)
         assert_same(gradients(*subject.parts), expected, subject)

@@ -13,8 +13,8 @@ import torch
 from tiny import make_tokenizer
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.distribution import Grammar, Sampling
-from lockstep.engines.filters.grammars import GrammarCompiler
+from lockstep.contract.grammars import GrammarCompiler
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.filters.id_rules import IdRules

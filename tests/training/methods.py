@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.run.trainers.online import OnlineTrainer
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})

@@ -25,7 +25,7 @@ pretend_cuda.activate(devices=2)
 import torch
 
 from lockstep import GRPOConfig
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.tensors import tensor_specs
 from lockstep.engines.vllm.workers.start import number_of_workers
 from lockstep.errors import InputError
 from lockstep.models.base_digest import _digest

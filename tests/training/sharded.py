@@ -243,10 +243,12 @@ def fails(where: str) -> Callable[[str, Path], Any]:
     def work(model: str, folder: Path) -> Any:
         import lockstep.shards.passes as passes
         import lockstep.training.step.update as step
+        from lockstep.watch.run import RunWatch
 
         passes.PASS_LIMIT = 5.0
-        name = {"before": "learn", "between": "LossGradient", "inside": "score_pack"}[where]
-        real = getattr(step, name)
+        places = {"before": (step, "learn"), "between": (RunWatch, "backward"), "inside": (step, "score_pack")}
+        owner, name = places[where]
+        real = getattr(owner, name)
 
         def broken(*args: Any, **kwargs: Any) -> Any:
             if RANK == 1 and where != "inside":
@@ -255,11 +257,11 @@ def fails(where: str) -> Callable[[str, Path], Any]:
                 args[0].base_model.layers[1].register_forward_pre_hook(_raises)
             return real(*args, **kwargs)
 
-        setattr(step, name, broken)
+        setattr(owner, name, broken)
         try:
             trainer("grpo-grpo", model, folder / where, max_steps=1, num_iterations=1).train()
         finally:
-            setattr(step, name, real)
+            setattr(owner, name, real)
         return {}
 
     return work

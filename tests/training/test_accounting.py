@@ -19,7 +19,7 @@ from portions import portion
 from transformers import BitsAndBytesConfig
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.models.quantised import is_quantised
 from lockstep.run.trainers.online import OnlineTrainer
 

@@ -14,7 +14,7 @@ from test_adapter_runs import EVERY, FOUR_BITS, StopAfter, lora, trainer, weight
 from tiny import CONTEXT
 from transformers import TrainerCallback
 
-from lockstep.engines.adapters.in_process import adapter_arguments
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
 from lockstep.server.keys import KEY_VARIABLE

@@ -10,9 +10,9 @@ import torch
 from methods import FIELDS, logs, lora, make, parameters
 from transformers import BitsAndBytesConfig
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.models.quantised import is_quantised
-from lockstep.sync.adapters.merged import weights_of
+from lockstep.sync.source import weights_of
 
 # Methods that can have a reference have one: the model without the adapter.
 METHODS = {method: fields if method == "OnlineDPO" else {**fields, "beta": 0.1} for method, fields in FIELDS.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.scores.reward_log import RewardLog
 from lockstep.rollouts.scores.rewards import RewardFunction, RewardScorer
+from lockstep.watch import rewards
 from lockstep.watch.rewards import AskedAgain
 
 ROWS = {
@@ -129,13 +131,15 @@ def _none_as_zero(groups: list[RolloutGroup]) -> list[RolloutGroup]:
 
 
 @pytest.mark.parametrize("fault", [_rotated, _of_next_group, _none_as_zero])
-def test_scores_of_other_completions_stop_the_run(fault: Callable[[list[RolloutGroup]], list[RolloutGroup]]) -> None:
+def test_scores_of_other_completions_stop_the_run(
+    fault: Callable[[list[RolloutGroup]], list[RolloutGroup]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "SHARE", math.inf)
     proof, scorer = asked([exact])
     wrong = fault(scored(scorer))
 
     def twenty_generations() -> None:
         for number in range(20):
-            proof._spent = 0.0
             check(proof, wrong, number)
 
     with pytest.raises(ProofError, match=r"exact gave row/\d.* a score of .* it gives"):
@@ -151,15 +155,14 @@ def test_scores_of_other_completions_stop_the_run(fault: Callable[[list[RolloutG
     ],
 )
 def test_a_function_that_cannot_be_compared_is_named_once(
-    function: RewardFunction, why: str, capsys: pytest.CaptureFixture[str]
+    function: RewardFunction, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rewards, "SHARE", math.inf)
     proof, scorer = asked([function, exact])
     groups = scored(scorer)
     for number in range(3):
-        proof._spent = 0.0
         check(proof, groups, number)
     assert capsys.readouterr().out.count(why) == 1
-    proof._spent = 0.0
     # The other function is still compared.
     with pytest.raises(ProofError, match="exact gave"):
         check(proof, _rotated(groups), 1)
@@ -184,7 +187,7 @@ def test_what_must_not_be_asked_twice_is_not_asked() -> None:
     assert check(asked([once])[0], made) == {"checked/asked_again": 0.0}
 
 
-def test_a_slow_function_is_asked_within_a_share_of_the_time() -> None:
+def test_a_slow_function_is_asked_within_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def slow(completions: list, **more: Any) -> list[float]:
@@ -194,7 +197,7 @@ def test_a_slow_function_is_asked_within_a_share_of_the_time() -> None:
     proof, scorer = asked([slow])
     groups = scored(scorer)
     check(proof, groups)
-    proof._spent = 1000.0
+    monkeypatch.setattr(rewards, "SHARE", 0.0)
     assert check(proof, groups, 1) == {"checked/asked_again": 0.0}
     assert calls == [9, 3]
 

@@ -13,7 +13,7 @@ from method_variants import VARIANTS
 from methods import FIELDS, make, parameters
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.run.files.completion_log import rows_of
@@ -173,13 +173,13 @@ def test_a_run_proves_every_token_of_every_branch(
     run = make(method, untied_dir, tmp_path, hf_engine, {**sizes, "rehearse_rewards": False}, reward_funcs=by_sum)
     run.source.program = program
     seen: list[Generation] = []
-    begin = run.loop._begin_step
+    begin = run.watch.beginning
 
-    def noted(generation: Generation, *more: Any, **named: Any) -> Generation:
-        seen.append(begin(generation, *more, **named))
-        return seen[-1]
+    def noted(policy: Any, generation: Generation, *more: Any, **named: Any) -> None:
+        seen.append(generation)
+        begin(policy, generation, *more, **named)
 
-    run.loop._begin_step = noted
+    run.watch.beginning = noted
     before = parameters(run.model)
     run.train()
     assert any(not torch.equal(before[name], p) for name, p in parameters(run.model).items())

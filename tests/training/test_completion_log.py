@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny import CONTEXT
 
 from lockstep import GRPOConfig, GRPOTrainer
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
 from lockstep.report.completions import Row

@@ -14,7 +14,7 @@ import pytest
 from methods import GROUPS, PROMPTS, make
 from transformers import TrainerCallback
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.run.files.lock import LOCK, Occupied, _held, locked
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from methods import ALONE, GROUPS, INTERRUPTED, PAIRS, StopAfter, make
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.watch.receipt import RECEIPT, read_receipt
 

@@ -14,7 +14,7 @@ from methods import GROUPS, PROMPTS, StopAfter, by_length
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, Interrupted, LockstepError
 from lockstep.run.files.checkpoints import last_checkpoint
 from lockstep.run.files.run_directory import RunPlace

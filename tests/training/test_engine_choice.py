@@ -16,7 +16,7 @@ from tiny import CONTEXT, make_model
 from transformers import PreTrainedTokenizerBase
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import Grammar, Sampling
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
 from lockstep.run.engine import check_directory, start_engine

@@ -10,7 +10,7 @@ import torch
 from methods import ALONE, FIELDS, PAIRS, make, parameters
 from shifted_engine import ShiftedEngine
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, ProofError
 
 METHODS = {**FIELDS, "PPO": {**ALONE, "num_iterations": 2}}

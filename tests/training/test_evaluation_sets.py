@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from methods import FIELDS, GROUPS, PROMPTS, logs, make, parameters
 from test_trainer_services import Listener
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 
 OTHERS = Dataset.from_dict({"prompt": ["what is 3 - 1", "what is 5 - 2"]})
@@ -145,7 +145,7 @@ def test_a_training_stream_gives_the_rows_that_the_run_needs_in_its_order_and_re
     whole.train()
     # Two prompts per generation, never shuffled.
     assert seen == list(range(8))
-    assert len(whole._train_prompts) == 8
+    assert len(whole.loop.prompts) == 8
     seen.clear()
     resumed = make("GRPO", untied_dir, tmp_path, hf_engine, fields, **arguments)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -159,7 +159,7 @@ def test_a_stream_that_ends_early_is_used_again_and_one_without_max_steps_is_ref
 ) -> None:
     run = make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "max_steps": 4}, train_dataset=stream(5))
     run.train()
-    assert [run._order.places(generation) for generation in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert [run.loop.order.places(generation) for generation in range(4)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
     with pytest.raises(InputError, match="is an IterableDataset: set max_steps"):
         make("GRPO", untied_dir, tmp_path, hf_engine, {**GROUPS, "max_steps": -1}, train_dataset=stream(5))
     with pytest.raises(InputError, match="the train dataset is empty"):

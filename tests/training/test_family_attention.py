@@ -14,7 +14,7 @@ from test_filtered_scores import check
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.run.engine import check_positions, shake_hands, start_engine

@@ -9,7 +9,7 @@ import pytest
 from tiny import make_tokenizer
 
 from lockstep import GRPOConfig, OnlineDPOConfig
-from lockstep.engines.protocol import Grammar, Sampling
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError
 from lockstep.training.config.sampling import bad_word_ids, sampling_of
 

@@ -26,8 +26,8 @@ from servers import connect, serve
 from tiny import CONTEXT, make_tokenizer
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.distribution import Grammar, Sampling
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.policy import load_policy
@@ -40,9 +40,11 @@ from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
 from lockstep.training.step.generation import sequences_of
+from lockstep.training.step.update import hidden_states
 from lockstep.watch.gap import measure_gap, over_limits
 from lockstep.watch.kept_sets import KeptSetProof
-from lockstep.watch.rows_of_logits import DrawnRows, hidden_states
+from lockstep.watch.rescoring import OWN_DTYPE
+from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.tolerances import tolerance
 
 VERSION = 3
@@ -192,14 +194,17 @@ def check(stack: Stack, sampling: Sampling, program: Any) -> list[TrainingSequen
     if stack.dtype == torch.bfloat16:
         # In bf16 the model itself rounds differently in a tree. Rows of one completion are computed like the reference.
         packs = [pack for s in tree.sequences for pack in pack_rows([s], 1000)]
-    rows, found = DrawnRows(None, KeptSetProof(rules.distribution, limit) if sampling.is_filtered else None), []
+    rows, found = (
+        DrawnRows(None, KeptSetProof(rules.distribution, limit) if sampling.is_filtered else None, OWN_DTYPE),
+        [],
+    )
     with stack.autocast():
         for pack in packs:
             with hidden_states(stack.model) as seen:
                 scores = score_pack(stack.model, pack, sampling.temperature, 16, entropy_gradient=True, rules=rules)
             rows.add(pack, scores.logps.detach(), seen[-1], before_steps=True)
             found.append(scores)
-        sets = rows.check(stack.model, fp32_head=False, single=stack.dtype == torch.float32)
+        sets = rows.check_with(stack.model, fp32_head=False, single=stack.dtype == torch.float32)
         assert (sets.tokens > 0) == sampling.is_filtered
         sets.check_mean(sampling, limit)
         book = by_the_book(stack.model, tree.sequences, sampling)

@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.distribution import Grammar, Sampling
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.training.forward.scoring import score_pack
+from lockstep.training.step.update import hidden_states
 from lockstep.watch.kept_sets import KeptSetProof
-from lockstep.watch.rows_of_logits import DrawnRows, hidden_states
+from lockstep.watch.rescoring import OWN_DTYPE
+from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.tolerances import tolerance
 
 REGEX = Grammar("regex", r"[a-m]+( [0-9]{2})*")
@@ -171,11 +173,11 @@ def test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filte
     sequences = draw(model, PROMPTS[:1], (4,), sampling, 2)
     (pack,) = pack_sequences(sequences, 100)
     rules = rules_of(sampling)
-    rows = DrawnRows(None, KeptSetProof(rules.distribution, tolerance(torch.float32, torch.float32)))
+    rows = DrawnRows(None, KeptSetProof(rules.distribution, tolerance(torch.float32, torch.float32)), OWN_DTYPE)
     with hidden_states(model) as seen:
         scores = score_pack(model, pack, 0.8, 4, rules=rules)
     rows.add(pack, scores.logps.detach(), seen[-1], before_steps=False)
-    found = rows.check(model, fp32_head=False, single=True)
+    found = rows.check_with(model, fp32_head=False, single=True)
     (s,), expected = sequences, []
     logits = model(input_ids=torch.tensor([[*PROMPTS[0], *s.completion_ids.tolist()]])).logits[0, 3:].detach()
     for t in range(s.length):

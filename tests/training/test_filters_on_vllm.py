@@ -14,7 +14,7 @@ from conftest import VLLM, start
 from methods import ALONE, GROUPS, PAIRS, make
 from tiny import CONTEXT
 
-from lockstep.engines.protocol import GenerationRequest
+from lockstep.contract.protocol import GenerationRequest
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
 from lockstep.verify.faults.seams import Between

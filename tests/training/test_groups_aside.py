@@ -12,7 +12,7 @@ from datasets import Dataset
 from methods import make, parameters
 from work import agreeing, worked
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.pack import Pack
@@ -139,7 +139,7 @@ def test_verified_tokens_stand_for_those_left_aside_in_means(
 ) -> None:
     seen: list[UpdateSums] = []
     real = UpdateSums.metrics
-    monkeypatch.setattr(UpdateSums, "metrics", lambda sums, limit: seen.append(sums) or real(sums, limit))
+    monkeypatch.setattr(UpdateSums, "metrics", lambda sums: seen.append(sums) or real(sums))
     run = sixteen(untied_dir, tmp_path, hf_engine)
     run.train()
     (sums,) = seen

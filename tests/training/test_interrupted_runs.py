@@ -19,15 +19,15 @@ from tiny import make_tokenizer
 import lockstep
 import lockstep.training.forward.policy
 import lockstep.training.step.generation
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, Engine
+import lockstep.watch.run
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.rollouts.group import Rollout
 from lockstep.rollouts.programs.interruptions import Interruption
 from lockstep.run.files.run_identity import curve_settings
 from lockstep.training.config.interruption import interruption_of
 from lockstep.training.step.generation import Generation, sequences_of
-from lockstep.watch.forward import StepProofs
 from lockstep.watch.receipt import RECEIPT, check_chain, check_receipt
 
 LIMIT = 20
@@ -142,7 +142,7 @@ def test_a_trainer_that_took_what_was_put_in_for_sampled_is_stopped(
     with pytest.raises(ProofError, match="the ids, or the ids before them, of rollout"):
         run.train()
     # Without this comparison the count would show it.
-    monkeypatch.setattr(StepProofs, "check_tokens", lambda *_: None)
+    monkeypatch.setattr(lockstep.watch.run, "check_entering", lambda *_: None)
     run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))
     with pytest.raises(ProofError, match="tokens were compared at version 0"):
         run.train()

@@ -25,7 +25,7 @@ from transformers import (
 
 from benchmarks.plan import run as plan
 from lockstep import GRPOConfig
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.quantised import is_quantised
 from lockstep.run.trainers import online
@@ -140,7 +140,7 @@ def test_every_part_has_the_bytes_that_the_run_allocates(
         "reference": held(states_of(reference))
         if (reference := getattr(run.reference, "own", None)) is not None
         else 0,
-        "engine": held(states_of(run.engine._model)),
+        "engine": held(states_of(run.engine.model)),
     }
     run.close()
     (found,) = counted
@@ -180,7 +180,7 @@ def test_a_reward_model_and_the_engine_of_transformers_are_counted_as_they_are_l
     )
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "scorer", dtype="auto")
     assert sizes(found)["reward models"] == held(states_of(loaded))
-    assert sizes(found)["engine"] == held(states_of(hf_engine._model))
+    assert sizes(found)["engine"] == held(states_of(hf_engine.model))
 
 
 def test_the_plan_of_a_cluster_counts_the_same_bytes_per_parameter(untied_dir: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from methods import ALONE, GROUPS, INTERRUPTED, PAIRS, StopAfter, logs, lora, parameters, reference_of
 from transformers import TrainerCallback
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.run.trainers.online import OnlineTrainer

@@ -80,7 +80,7 @@ def test_a_run_is_proven_and_diverges_from_its_reference_by_nothing_at_first(
         run.train()
     finally:
         run.close()
-    assert run._plain_rows
+    assert run.loop.policy().plain_rows
     assert any(not torch.equal(value, before[name]) for name, value in parameters(run.model).items())
     assert all(log["parity/checked_tokens"] > 0 and log["parity/max_abs_gap"] < 1e-3 for log in logs(run))
     name = "objective/kl" if method == "OnlineDPO" else "kl"

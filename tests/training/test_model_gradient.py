@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
 import lockstep.watch.finite_differences as differences
 import lockstep.watch.model_gradient as module
-from lockstep.engines.filters.distribution import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import LockstepError, ProofError
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention

@@ -10,7 +10,7 @@ import torch
 from methods import GROUPS, lora, make
 from tiny import save_model
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.training.step.moving_share import moving_share
 

@@ -12,7 +12,7 @@ from methods import PAIRS, by_length, logs, make
 from tiny import make_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 from methods import PAIRS, logs, make
 from transformers import AutoTokenizer
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.rollouts.group import RolloutGroup
 
 Messages = list[dict[str, str]]
@@ -55,15 +55,14 @@ class Generations:
     def __init__(self, trainer: Any) -> None:
         self.groups: list[list[RolloutGroup]] = []
         self.signs: list[dict[str, float]] = []
-        generate = trainer.loop._next_generation
+        prepared = trainer.watch.prepared
 
-        def kept(*args: Any) -> Any:
-            generation = generate(*args)
+        def kept(generation: Any, *args: Any) -> None:
+            prepared(generation, *args)
             self.groups.append(list(generation.groups))
             self.signs.append({s.name: s.advantages[0] for batch in generation.micro_batches for s in batch})
-            return generation
 
-        trainer.loop._next_generation = kept
+        trainer.watch.prepared = kept
 
     def assert_asked_as_written(self, model: str) -> None:
         """Every pair belongs to one prompt with the ids of the chat template, and its texts are the decoded ids."""

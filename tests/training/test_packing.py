@@ -22,7 +22,6 @@ from reference import padded_logps, reference_loss, sampled_places
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.watch.evidence import TokenEvidence
 from lockstep.algorithms.policy_loss import token_weights
 from lockstep.report.phases import PhaseClock
 from lockstep.training.batch.pack import pack_rows, pack_sequences
@@ -34,6 +33,8 @@ from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.step.score_all import score_all
 from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.verify.unwatched import Unwatched
+from lockstep.watch.evidence import TokenEvidence, kept
 
 MODELS = {kind: make_model(kind, tied=kind == "llama") for kind in ("qwen2", "llama")}
 # In double precision a difference is a mistake and not rounding, even if the drawn step is degenerate.
@@ -143,10 +144,10 @@ def gradients_beside_reference(
     sums, size = UpdateSums(TokenEvidence()), -(-len(sequences) // parts)
     policy = policy_of(model, plain_rows=plain_rows)
     for start in range(0, len(sequences), size):
-        learn(policy, sequences[start : start + size], GRPOObjective(run), PhaseClock(), sums)
+        learn(policy, sequences[start : start + size], GRPOObjective(run), PhaseClock(), sums, Unwatched())
     # The loss is a sum of parts that may be a hundred times as large.
     assert sums.loss == pytest.approx(expected_loss.item(), rel=1e-5, abs=1e-6)
-    assert sums.gap.tokens == sum(len(sampled_places(s)) for s in sequences)
+    assert kept(sums.evidence).gap.tokens == sum(len(sampled_places(s)) for s in sequences)
     return gradients(model), expected
 
 
@@ -350,7 +351,7 @@ def test_scores_of_a_generation_come_back_by_name() -> None:
         TrainingSequence(f"a#{i}", (5, 6, 7 + i), (8,) * (i + 1), (-1.0,) * (i + 1), (0.0,) * (i + 1), 0.0)
         for i in range(4)
     ]
-    found = score_all(policy_of(model), sequences, config())
+    found = score_all(policy_of(model), sequences, config(), TokenEvidence())
     logps, gap = found.logps, found.gap
     with torch.no_grad():
         expected, _ = padded_logps(model, sequences, 1.0)

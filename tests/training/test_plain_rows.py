@@ -18,7 +18,7 @@ from tiny import make_model, make_stateful, make_tokenizer
 from transformers import PreTrainedModel
 
 from lockstep import GRPOConfig, GRPOTrainer, InputError
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.models.autocast import Precision, head_dtype
 from lockstep.run.trainers.setup.arguments import needs_plain_rows
 from lockstep.training.batch.pack import pack_rows

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from methods import GROUPS, StopAfter, logs, parameters
 from transformers import TrainerCallback
 
-from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.training.data.prompt_order import GenerationBatches, PromptOrder

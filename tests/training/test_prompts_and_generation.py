@@ -12,7 +12,7 @@ from datasets import Dataset
 from tiny import make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup

@@ -17,8 +17,7 @@ from methods import GROUPS, PROMPTS
 from portions import portion
 from transformers import EarlyStoppingCallback
 
-from lockstep.watch.evidence import TokenEvidence
-from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.run.trainers.online import OnlineTrainer
@@ -26,6 +25,8 @@ from lockstep.tokens.arrays import reals
 from lockstep.training.step.generation import sequences_of
 from lockstep.training.step.update import learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.verify.unwatched import Unwatched
+from lockstep.watch.evidence import TokenEvidence
 from lockstep.watch.rewards import drawn_sequences
 
 HELD_OUT = Dataset.from_dict({"prompt": [f"how much is {i} - 1" for i in range(5)], "answer": list(range(5))})
@@ -34,9 +35,12 @@ Make = Callable[..., OnlineTrainer]
 
 @pytest.fixture
 def make(untied_dir: str, hf_engine: Engine, tmp_path: Path) -> Make:
-    def made(evaluation: Dataset = HELD_OUT, method: str = "GRPO", **fields: Any) -> Any:
+    def made(
+        evaluation: Dataset = HELD_OUT, method: str = "GRPO", reward: Any = methods.by_length, **fields: Any
+    ) -> Any:
         fields = {**(GROUPS if method != "OnlineDPO" else methods.PAIRS), **fields}
-        return methods.make(method, untied_dir, tmp_path, hf_engine, fields, eval_dataset=evaluation)
+        more = {"eval_dataset": evaluation, "reward_funcs": reward}
+        return methods.make(method, untied_dir, tmp_path, hf_engine, fields, **more)
 
     return made
 
@@ -80,12 +84,12 @@ def test_its_loss_is_that_of_a_step_on_its_completions(make: Make, name: str) ->
             # Another reference than the policy, so that the divergence counts.
             run.reference.own.model.norm.weight += 0.3
     metrics, loop = run.evaluate(), run.loop
-    step, _ = loop.preparation.generation(loop.policy(), run.last_eval_groups, 0)
+    step, *_ = loop.preparation.generation(loop.policy(), run.last_eval_groups, 0)
     sequences = [s for batch in step.micro_batches for s in batch]
     assert len(sequences) == run.config.completions_per_step
     prepared = loop.preparation.step(loop.policy(), sequences, moved=False)
     sums = UpdateSums(TokenEvidence())
-    learned = learn(loop.policy(), prepared, loop.objective, loop.clock, sums)
+    learned = learn(loop.policy(), prepared, loop.objective, loop.clock, sums, Unwatched())
     # At a ratio of 1 these are means of advantages that add up to zero.
     assert (abs(learned) > 1e-4) == (name not in ("grpo", "rloo", "reinforce++"))
     assert metrics["eval_loss"] == pytest.approx(learned, rel=1e-4, abs=1e-6)
@@ -106,8 +110,7 @@ def test_a_loss_without_a_reference_takes_no_forward_more(make: Make) -> None:
 
 
 def test_its_loss_is_that_of_one_step_however_many_completions_there_are(make: Make) -> None:
-    run = make(beta=0.3)
-    run._scorer.functions[:] = [lambda completions, **_: [1.0] * len(completions)]
+    run = make(beta=0.3, reward=lambda completions, **_: [1.0] * len(completions))
     with torch.no_grad():
         run.reference.own.model.norm.weight += 0.3
     metrics = run.evaluate()

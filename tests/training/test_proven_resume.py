@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Trainer
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.policy import load_policy
 from lockstep.run.trainers.hooks import whole_checkpoints
@@ -341,7 +341,7 @@ def with_clock() -> dict[str, Any]:
 
 
 def times(run: Any) -> set[str]:
-    return {run.processing_class.decode(p.ids).rpartition(">")[2] for p in run._train_prompts}
+    return {run.processing_class.decode(p.ids).rpartition(">")[2] for p in run.loop.prompts}
 
 
 def test_a_resumed_run_renders_with_the_time_of_its_first_start(

@@ -16,7 +16,7 @@ from servers import KEY, serve
 from test_adapter_runs import StopAfter, lora, trainer, weights
 from tiny import CONTEXT
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, ProofError
 from lockstep.server.keys import KEY_VARIABLE

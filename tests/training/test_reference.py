@@ -13,7 +13,7 @@ from methods import ALONE, GROUPS, PAIRS, logs, lora, make, parameters, referenc
 from tiny import make_model, perturbed
 from transformers import TrainerCallback
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.training.forward.reference import Reference

@@ -13,7 +13,7 @@ from datasets import Dataset
 from methods import FIELDS, PAIRS, make
 from transformers import TrainerState
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.training.data.rehearsal import rehearse_functions
 from lockstep.training.methods.grpo_config import GRPOConfig

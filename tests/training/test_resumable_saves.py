@@ -9,7 +9,7 @@ import pytest
 import torch
 from methods import GROUPS, logs, make, parameters
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 
 
 def steps_saved(folder: Path) -> list[int]:

@@ -14,7 +14,7 @@ from tiny import CONTEXT
 import lockstep.run.files.rollout_files as writer
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.cli.main import main
-from lockstep.engines.protocol import Completion, Engine, RequestKey
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
 from lockstep.report.kept_rollouts import KeptRollout, read_facts, read_file, read_rollouts, rollout_files

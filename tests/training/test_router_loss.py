@@ -23,7 +23,6 @@ from test_packing import gradients as taken
 from transformers import AutoModelForCausalLM, DogeConfig, PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
-from lockstep.watch.evidence import TokenEvidence
 from lockstep.errors import InputError
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -36,6 +35,8 @@ from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.step.router_loss import router_loss
 from lockstep.training.step.update import learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.verify.unwatched import Unwatched
+from lockstep.watch.evidence import TokenEvidence
 
 KINDS = ("mixtral", "olmoe", "qwen3_moe")
 # In double precision a difference is a mistake and not rounding. The usual kernel of experts does not take it.
@@ -86,7 +87,7 @@ def test_loss_and_gradients_equal_the_padded_reference(
     batches = [sequences[i : i + size] for i in range(0, len(sequences), size)]
     router = router_loss(objective, policy, batches, RANKS)
     for batch in batches:
-        learn(policy, batch, objective, PhaseClock(), sums, router=router)
+        learn(policy, batch, objective, PhaseClock(), sums, Unwatched(), router)
     assert sums.loss == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
     assert sums.tally.figures()["aux_loss"] == pytest.approx(balance.item(), rel=1e-6)
     assert_same_gradients(taken(model), expected, 1e-5, floor=1e-6)

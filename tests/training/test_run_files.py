@@ -18,7 +18,7 @@ from tiny import CONTEXT
 from transformers import ProgressCallback, TrainerCallback
 
 from lockstep import GRPOConfig, GRPOTrainer
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import ProofError
 from lockstep.report.kept_rollouts import rollout_files

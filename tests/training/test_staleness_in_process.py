@@ -13,8 +13,8 @@ import methods
 import pytest
 from conftest import needs_vllm, start
 
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest
 from lockstep.errors import ProofError
 from lockstep.verify.faults.seams import Between
 from lockstep.watch.receipt import check_receipt

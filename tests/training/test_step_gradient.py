@@ -15,7 +15,7 @@ from model_families import save_family
 from transformers import TrainerCallback
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.training.forward.attention.tree_attention import TREE
@@ -36,7 +36,7 @@ class _Reversed(torch.autograd.Function):
 
 
 def _model(run: OnlineTrainer) -> torch.nn.Module:
-    return run._causal()
+    return run.loop.policy().model
 
 
 def parameters_reversed(run: OnlineTrainer) -> None:

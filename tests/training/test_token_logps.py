@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from largest import Largest
 from torch.profiler import ProfilerActivity, profile
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.filters.row_rules import RowRules

@@ -151,7 +151,7 @@ def test_settings_that_would_start_again_with_each_turn_are_refused_at_the_start
 
 def test_prompts_show_the_tools(make: Make) -> None:
     run = make(tools=[multiply])
-    (prompt, *_) = run._train_prompts
+    (prompt, *_) = run.loop.prompts
     assert run.processing_class.decode(prompt.ids.tolist()).startswith(
         "<|system|>multiply <|end|><|user|>what is 0 + 0"
     )
@@ -248,7 +248,7 @@ def test_an_environment_alone_may_give_reward_and_data(make: Make) -> None:
     run = make(environment_factory=Product, reward=None, data=None)
     run.train()
     assert len(logs_of(run)) == 2
-    (prompt, *_) = run._train_prompts
+    (prompt, *_) = run.loop.prompts
     assert prompt.source == [{"role": "user", "content": ""}]
 
 
@@ -256,7 +256,7 @@ def test_several_environments_are_chosen_by_a_column_and_show_their_own_tools(ma
     names = ["product" if i % 2 else "quiet" for i in range(8)]
     data = DATA.add_column("environment", names)
     run = make(environment_factory={"product": Product, "quiet": games.Quiet}, reward=by_length, data=data)
-    texts = [run.processing_class.decode(p.ids.tolist()) for p in run._train_prompts]
+    texts = [run.processing_class.decode(p.ids.tolist()) for p in run.loop.prompts]
     assert all(("multiply" in text) == (name == "product") for text, name in zip(texts, names, strict=True))
     assert all(("look" in text) == (name == "quiet") for text, name in zip(texts, names, strict=True))
     run.train()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from methods import GROUPS, PAIRS, PROMPTS, make
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 
 tensorboard = pytest.importorskip("tensorboard", reason="TensorBoard is not installed here")
 

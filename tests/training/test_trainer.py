@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCal
 import lockstep.training.step.update
 import lockstep.watch.push
 from lockstep import GRPOConfig, GRPOTrainer
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
 from lockstep.sync.push import SyncRecord

@@ -17,7 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 from methods import FIELDS, PROMPTS, by_length, lora, make, parameters
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 
 

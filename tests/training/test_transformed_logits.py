@@ -15,7 +15,7 @@ from stages import stage_on
 from test_filtered_scores import ALONE, check
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.models.logits import transformed_logits
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention

@@ -15,7 +15,7 @@ from tiny import make_tokenizer
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
 import lockstep
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.run.trainers.attribute import Attribute
 from lockstep.run.trainers.trl_names import TRLNames
@@ -292,5 +292,5 @@ def test_text_parts_are_the_text_that_they_make(untied_dir: str, tmp_path: Path,
     run.train()
     assert seen
     assert all(prompt == PLAIN for prompt in seen)
-    assert all(tuple(p.ids.tolist()) == render_prompt(PLAIN, tokenizer) for p in run._train_prompts)
+    assert all(tuple(p.ids.tolist()) == render_prompt(PLAIN, tokenizer) for p in run.loop.prompts)
     assert not torch.isnan(torch.tensor([log["loss"] for log in run.state.log_history if "loss" in log])).any()

@@ -13,7 +13,7 @@ import torch
 from methods import FIELDS, make, parameters
 from transformers import TrainerCallback
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
 
 

@@ -14,7 +14,7 @@ from methods import ALONE, FIELDS, GROUPS, PAIRS, logs, lora, make, reference_of
 from work import TWO_GROUPS, agreeing, all_apart, names_of, scored_in_part, worked
 
 from lockstep.algorithms.masks import high_entropy_mask
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence, column
@@ -28,7 +28,8 @@ def test_a_pass_that_scores_no_pack_is_counted_too(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
     run = make("GRPO", untied_dir, tmp_path, hf_engine, {**TWO_GROUPS, "beta": 0.1})
-    models = {"the policy": run._causal(), "its trunk": run._causal().base_model, "the reference": reference_of(run)}
+    policy = run.loop.policy().model
+    models = {"the policy": policy, "its trunk": policy.base_model, "the reference": reference_of(run)}
     proofs = run.source.watch.generations
     real = proofs.check
 
@@ -116,7 +117,7 @@ def test_a_pass_without_gradient_is_taken_where_something_must_be_known_before_t
     work = worked(run, monkeypatch)
     every, _ = names_of(run)
     assert work.learned() == Counter(every * iterations)
-    assert work.looked(run._causal()) == Counter(every * passes)
+    assert work.looked(run.loop.policy().model) == Counter(every * passes)
 
 
 @pytest.mark.parametrize("more", [{"num_iterations": 2}, {"steps_per_generation": 2}], ids=str)
@@ -137,7 +138,7 @@ def test_what_was_scored_for_the_advantages_and_moves_nothing_takes_no_other_pas
     run = make(method, untied_dir, tmp_path, hf_engine, TWO_GROUPS, reward_funcs=scored_in_part)
     work = worked(run, monkeypatch)
     every, apart = names_of(run)
-    assert work.looked(run._causal()) == Counter(every)
+    assert work.looked(run.loop.policy().model) == Counter(every)
     assert work.learned() == Counter(apart)
     # The gap is judged and recorded over all tokens.
     receipt = [json.loads(line) for line in (tmp_path / "receipt.jsonl").read_text().splitlines()]

@@ -19,9 +19,9 @@ from methods import GROUPS, reference_of
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.training.batch.pack import Pack
 from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.step import generation
 from lockstep.training.step.update import Policy
-from lockstep.watch import forward as step_proofs
+from lockstep.watch import forward as plain_forward
+from lockstep.watch import reference as frozen
 from lockstep.watch.model_gradient import Checked
 
 # There are two groups per step: the rewards of the first prompt of `PROMPTS` are equal, those of the second one are not.
@@ -79,7 +79,7 @@ class Work:
 def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
     """Count the work of a run: the passes that score a pack. Hooks on the models show that there are no other passes."""
     work = Work()
-    real_check, real_plain = generation.check_reference_scores, step_proofs.check_plain
+    real_check, real_plain = frozen.check_reference_scores, plain_forward.check_plain
     real_score, real_backward, real_start = Policy.score, run.accelerator.backward, run.source.watch.start
 
     def start(*args: Any) -> None:
@@ -112,16 +112,16 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
         work.repeated += 1
         real_plain(*args)
 
-    monkeypatch.setattr(generation, "check_reference_scores", check)
-    monkeypatch.setattr(step_proofs, "check_plain", plain)
+    monkeypatch.setattr(frozen, "check_reference_scores", check)
+    monkeypatch.setattr(plain_forward, "check_plain", plain)
     monkeypatch.setattr(Policy, "score", score)
     monkeypatch.setattr(run.accelerator, "backward", backward)
-    monkeypatch.setattr(run.source, "start", start)
+    monkeypatch.setattr(run.source.watch, "start", start)
     # Its own tests count it.
     monkeypatch.setattr(run.watch.model_gradient, "begin", lambda *_: Checked({}))
     reference = reference_of(run)
     with ExitStack() as hooks:
-        for model in (run._causal(), *([reference] if reference is not None else [])):
+        for model in (run.loop.policy().model, *([reference] if reference is not None else [])):
             hooks.enter_context(model.base_model.register_forward_pre_hook(forward))
         yield work
     passes = len(work.learning) + len(work.looking)

@@ -20,7 +20,7 @@ def test_a_model_that_rounds_much_in_bfloat16_passes_in_float32(tmp_path: Path) 
         assert coarse.passed
         assert "this model's own forward rounds that much in bfloat16" in coarse.figure
         assert "this model needs float32" in coarse.limit
-        head = stage.engine._model.get_output_embeddings()  # type: ignore[attr-defined]
+        head = stage.engine.model.get_output_embeddings()  # type: ignore[attr-defined]
         with torch.no_grad():
             head.weight += 0.1 * torch.randn_like(head.weight)
         assert not any(row.passed for row in parity_by_dtype(stage))

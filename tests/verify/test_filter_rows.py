@@ -10,12 +10,13 @@ import pytest
 import torch
 from tiny import make_model
 
-from lockstep.engines.filters.sampling import filtered
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.filters import filtered
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.models.autocast import Precision
 from lockstep.tokens.kept_ids import KeptIds
-from lockstep.verify.logprob_checks import _semantics_row
+from lockstep.verify.logprob_checks import semantics_row
 from lockstep.watch.rescoring import sequence_logits
 from lockstep.watch.tolerances import tolerance
 
@@ -60,7 +61,7 @@ def test_a_set_of_other_filters_fails_its_row(engines: dict[str, float], extra: 
         engine=SimpleNamespace(settings=lambda: SimpleNamespace(searches_top_p=False)),
         trainer=SimpleNamespace(proofs=SimpleNamespace(engine_dtype=torch.float32)),
     )
-    row = _semantics_row(stage, "top-p 0.9", Distribution(ASKED), True)
+    row = semantics_row(stage, "top-p 0.9", Distribution(ASKED), True)
     assert row.passed is passes, row.figure
     assert "8 bits" not in row.figure
     if passes:
@@ -78,4 +79,4 @@ def test_a_row_says_that_an_engine_in_8_bits_goes_on_to_quantise_its_inputs() ->
         engine=SimpleNamespace(settings=lambda: SimpleNamespace(searches_top_p=False)),
         trainer=SimpleNamespace(proofs=SimpleNamespace(engine_dtype=torch.float32, limit=half)),
     )
-    assert "; inputs in 8 bits, wider limits" in _semantics_row(stage, "top-p 0.9", Distribution(ASKED), False).figure
+    assert "; inputs in 8 bits, wider limits" in semantics_row(stage, "top-p 0.9", Distribution(ASKED), False).figure

@@ -1,9 +1,9 @@
 """Policy losses with importance ratios against the policy at sampling time, and the token weights of their variants.
 
-Everything is per token on flat (N,) tensors, so that a batch may hold its completions in any order and packing. The weights
-are fixed for a whole optimizer step before its first token is scored. The loss of a step is the sum of `weight × token_loss`
-over its tokens, for any split into micro-batches. `grpo`, `dr_grpo`, `dapo`, `bnpo` and `luspo` weight `clipped_policy_loss`;
-`cispo`, `sapo` and `vespo` have their own losses (`vespo` in `sequence_loss.py`).
+Everything is per token on flat (N,) tensors, so that a batch may hold its completions in any order and packing. The
+weights are fixed for a whole optimizer step before its first token is scored. The loss of a step is the sum of `weight
+× token_loss` over its tokens, for any split into micro-batches. `grpo`, `dr_grpo`, `dapo`, `bnpo` and `luspo` weight
+`clipped_policy_loss`; `cispo`, `sapo` and `vespo` have their own losses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The auxiliary loss of a mixture of experts: it rises where few experts get most tokens (arXiv 2101.03961, equations 4 to 6).
 
-`training/forward/scoring.py` gives the routers' logits of a pack. `training/step/router_loss.py` adds the loss to that of an
-optimizer step.
+The forward of the policy gives the routers' logits of a pack. The loss is added to that of an optimizer step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Explains a gap between reported log-probs and the model's: the same ids are scored with one thing changed at a time.
 
-The change that makes the gap vanish is the cause. `findings.py` calls this with the rollouts whose gap is largest.
+The change that makes the gap vanish is the cause. The rollouts whose gap is largest are scored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.audit.evidence import Scored, Values, score
-from lockstep.engines.filters.scored_as import Distribution
+from lockstep.contract.scored_as import Distribution
 from lockstep.models.autocast import Precision
 
 # An explanation counts only if it leaves less than this share of the gap.

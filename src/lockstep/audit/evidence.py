@@ -1,6 +1,6 @@
 """Scores rollouts with the model, one plain forward per rollout: what the log-probs would be, and what the draws proof needs.
 
-`findings.py` compares these values with the log-probs that the dump reports.
+These values are compared with the log-probs that the dump reports.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lockstep.audit.dumps import AuditedRollout
-from lockstep.engines.filters.scored_as import Distribution
+from lockstep.contract.scored_as import Distribution
 from lockstep.models.autocast import Precision
 from lockstep.watch.bets import TokenDraws
 from lockstep.watch.rescoring import logit_chunks

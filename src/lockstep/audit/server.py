@@ -19,7 +19,7 @@ from lockstep.audit.evidence import Values
 from lockstep.errors import InputError, LockstepError
 
 # Seconds and bytes of one answer.
-_SECONDS, _LARGEST = 120.0, 256 << 20
+SECONDS, LARGEST = 120.0, 256 << 20
 
 
 def server_logprobs(url: str, rollouts: Sequence[AuditedRollout]) -> list[Values]:
@@ -45,7 +45,7 @@ async def _all_scored(base: str, headers: dict[str, str], rollouts: Sequence[Aud
         except (httpx.HTTPError, httpx.InvalidURL, bounded_http.UnboundedAnswer) as error:
             raise LockstepError(f"{base} cannot be asked: {error}") from error
         except TimeoutError as error:
-            raise LockstepError(f"{base} did not answer within {_SECONDS:.0f} s") from error
+            raise LockstepError(f"{base} did not answer within {SECONDS:.0f} s") from error
         except InputError:
             raise
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -65,7 +65,7 @@ async def _scored(client: httpx.AsyncClient, base: str, model: str, rollout: Aud
 
 async def _asked(client: httpx.AsyncClient, method: str, url: str, **body: Any) -> Any:
     """The JSON of an answer."""
-    answer, found = await bounded_http.call(client, method, url, seconds=_SECONDS, most=lambda _: _LARGEST, **body)
+    answer, found = await bounded_http.call(client, method, url, seconds=SECONDS, most=lambda _: LARGEST, **body)
     if answer.status_code != 200:
         said = found[:1200].decode(errors="replace")[:300]
         raise LockstepError(f"{url} answers {answer.status_code}: {said}")

@@ -163,7 +163,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 
 def _key(arguments: argparse.Namespace) -> tuple[str, Path | None]:
     """The key, and the file for it. The file is None if the key was not made now."""
-    from lockstep.engines.http.server_calls import is_local
+    from lockstep.bounded_http import is_local
     from lockstep.server.keys import (
         KEY_VARIABLE,
         checked_key,

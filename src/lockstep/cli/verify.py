@@ -208,7 +208,7 @@ def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) ->
     """A stage whose prompts show pictures, open until the end of `stack`; None: the model reads none, or cannot be shown any.
 
     Raises:
-        ProofError: as in `open_stage`.
+        ProofError: the handshake, the first push or the canary fails.
     """
     from transformers import AutoConfig
 
@@ -239,7 +239,7 @@ def _adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterat
     """A stage whose engine gets an adapter alone; None: the model cannot have one.
 
     Raises:
-        ProofError: as in `open_stage`.
+        ProofError: the handshake, the first push or the canary fails.
     """
     import peft
 

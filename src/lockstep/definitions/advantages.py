@@ -1,7 +1,7 @@
 """The advantages of every method, computed from rewards as the papers define them, with plain Python numbers.
 
-`watch/advantages.py` compares the advantages that enter the loss with these. A reward of None means that no function scored
-the completion. Such a completion is left out of means and deviations, and its advantage is 0.
+The advantages that enter the loss are compared with these. A reward of None means that no function scored the
+completion. Such a completion is left out of means and deviations, and its advantage is 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reads from the fields of a config how the optimizer must be set, a second time.
 
-`run/trainers/online.py` reads it when a trainer gets its config, before anything else uses the config.
-`watch/optimizer_settings.py` compares it with the optimizer. The names of optimizers, and the rule for weight decay, are
-those of `transformers.Trainer`.
+It is read when a trainer gets its config, before anything else uses the config. The optimizer is compared with it. The
+names of optimizers, and the rule for weight decay, are those of `transformers.Trainer`.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_ADAMW = (
+ADAMW = (
     "adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_torch_4bit", "adamw_torch_8bit",
     "adamw_anyprecision", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit",
 )  # fmt: skip
-_LION = ("lion_8bit", "lion_32bit", "paged_lion_32bit", "paged_lion_8bit")
+LION = ("lion_8bit", "lion_32bit", "paged_lion_32bit", "paged_lion_8bit")
 # Of these the config gives the weight decay. Their other settings come from `optim_args`, or are constants.
-_OTHERS = (
+OTHERS = (
     "sgd", "adafactor", "adagrad", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit",
     "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit",
 )  # fmt: skip
@@ -71,13 +70,13 @@ def optimizer_fields(fields: Mapping[str, Any]) -> OptimizerFields:
     """
     optimizer = str(getattr(fields["optim"], "value", fields["optim"]))
     settings: dict[str, Any] = {}
-    if optimizer in _ADAMW or optimizer in _LION:
+    if optimizer in ADAMW or optimizer in LION:
         settings["betas"] = [float(fields["adam_beta1"]), float(fields["adam_beta2"])]
-    if optimizer in _ADAMW:
+    if optimizer in ADAMW:
         settings["eps"] = float(fields["adam_epsilon"])
     if optimizer in ("adamw_torch", "adamw_torch_fused"):
         settings |= {"amsgrad": False, "maximize": False}
-    known = optimizer in (*_ADAMW, *_LION, *_OTHERS)
+    known = optimizer in (*ADAMW, *LION, *OTHERS)
     rate, given = float(fields["learning_rate"]), fields.get("value_learning_rate")
     return OptimizerFields(
         settings,

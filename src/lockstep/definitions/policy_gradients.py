@@ -1,8 +1,8 @@
 """The derivatives of every policy loss with respect to each token's log-prob, derived by hand from the papers' formulas.
 
-All functions take float64 arrays of the N tokens of one completion. `watch/loss_gradient.py` compares the gradients that the loss
-gives with these derivatives. Some values are so near to a bound that rounding decides on which side they are. Their tokens are not
-compared.
+All functions take float64 arrays of the N tokens of one completion. The gradients that the loss gives are compared
+with these derivatives. Some values are so near to a bound that rounding decides on which side they are. Their tokens
+are not compared.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Learning-rate schedules as formulas of the step, or of the metrics of evaluations.
 
-`watch/rates.py` compares the scheduler's rates with them.
+The scheduler's rates are compared with them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads what the user has asked for from the fields of a config, a second time.
 
-`run/trainers/online.py` reads it when a trainer gets its config, before anything else uses the config.
-`watch/settings.py` compares it with the values that requests, completions and losses really have.
+It is read when a trainer gets its config, before anything else uses the config. The values that requests, completions
+and losses really have are compared with it.
 """
 
 from __future__ import annotations

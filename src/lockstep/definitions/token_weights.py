@@ -1,6 +1,6 @@
 """The weight of each token in the loss of an optimizer step, for every way in which the papers average, with plain Python numbers.
 
-`watch/advantages.py` compares the weights that enter the loss with these.
+The weights that enter the loss are compared with these.
 """
 
 from __future__ import annotations

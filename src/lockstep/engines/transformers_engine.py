@@ -25,24 +25,13 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.engines.filters.grammars import GrammarCompiler, GrammarState
-from lockstep.engines.filters.sampling import processed_logprobs
-from lockstep.engines.held import HeldWeights
-from lockstep.engines.inbox import Inbox, answer_all
-from lockstep.engines.model_fields import fields_of_parts
-from lockstep.engines.probe import EngineModules
-from lockstep.engines.protocol import (
-    Completion,
-    EngineSettings,
-    FinishReason,
-    GenerationRequest,
-    LoadedWeights,
-    OnAnswer,
-    RequestKey,
-    TensorSpec,
-)
-from lockstep.engines.tensor_specs import Begun, described, finished
+from lockstep.contract.filters import processed_logprobs
+from lockstep.contract.grammars import GrammarCompiler, GrammarState
+from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
+from lockstep.contract.model_fields import fields_of_parts
+from lockstep.contract.probe import EngineModules
+from lockstep.contract.protocol import Completion, EngineSettings, FinishReason, GenerationRequest, OnAnswer, RequestKey
+from lockstep.contract.tensors import Begun, HeldWeights, LoadedWeights, TensorSpec, described, finished
 from lockstep.engines.transformers_probe import list_modules, output_of
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
 from lockstep.errors import InputError, LockstepError, foreign_errors
@@ -59,7 +48,7 @@ from lockstep.tokens.end import end_ids
 from lockstep.tokens.kept_ids import KeptIds
 
 # Rows of logits that `score` holds at a time: 78 MB with a vocabulary of 152,000.
-_SCORED_ROWS = 128
+SCORED_ROWS = 128
 
 
 @dataclass(slots=True)
@@ -105,30 +94,30 @@ class TransformersEngine:
     ) -> None:
         with foreign_errors(f"transformers cannot load {model}", InputError):
             kind = model_class(load_files(AutoConfig, model))
-            self._model: PreTrainedModel = load_files(kind, model, dtype=dtype).eval()
-        if getattr(self._model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+            self.model: PreTrainedModel = load_files(kind, model, dtype=dtype).eval()
+        if getattr(self.model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             # PyTorch's attention cannot cap scores, and transformers would leave the cap out.
-            self._model.set_attn_implementation("eager")
+            self.model.set_attn_implementation("eager")
         if torch.cuda.is_available():
-            self._model.to("cuda")
-        self._model.requires_grad_(False)
+            self.model.to("cuda")
+        self.model.requires_grad_(False)
         self._fp32_head = fp32_head
         if fp32_head:
-            head = self._model.get_output_embeddings()
+            head = self.model.get_output_embeddings()
             head.forward = partial(fp32_head_product, head)
         self._name = model
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs or 64
-        self._timeout = timeout
-        self._keeps_state = keeps_state(self._model.config)
+        self.max_num_seqs = max_num_seqs or 64
+        self.timeout = timeout
+        self._keeps_state = keeps_state(self.model.config)
         self._version: int | None = None
         self._held = HeldWeights()
         # For requests that name no end tokens.
-        self._end_ids = end_ids(self._model, tokenizer)
+        self._end_ids = end_ids(self.model, tokenizer)
         self._compilers: dict[tuple[int, ...], GrammarCompiler] = {}
         # Without this line, `generate` would use the model's own defaults (for example a repetition penalty).
-        self._model.generation_config = GenerationConfig()
+        self.model.generation_config = GenerationConfig()
 
     @property
     def version(self) -> int | None:
@@ -138,16 +127,16 @@ class TransformersEngine:
         return EngineSettings(
             engine="transformers",
             model=self._name,
-            architecture=type(self._model).__name__,
-            dtype=self._model.dtype,
-            head_dtype=torch.float32 if self._fp32_head else self._model.get_output_embeddings().weight.dtype,
+            architecture=type(self.model).__name__,
+            dtype=self.model.dtype,
+            head_dtype=torch.float32 if self._fp32_head else self.model.get_output_embeddings().weight.dtype,
             vocab_size=self._vocab_size,
             max_model_len=self._max_model_len,
             logprobs_mode="processed_logprobs",
             prefix_caching=False,
             async_scheduling=False,
             quantization=None,
-            model_config=fields_of_parts(self._model.config.get_text_config(), self._model.config),
+            model_config=fields_of_parts(self.model.config.get_text_config(), self.model.config),
             kept_ids=True,
             structured_outputs=GRAMMAR_BACKEND,
         )
@@ -161,7 +150,7 @@ class TransformersEngine:
     def serve(self, inbox: Inbox) -> None:
         """Answer in rounds: the engine takes all requests that wait, and finishes them before it takes others."""
         while True:
-            with inbox.taken(0, self._timeout) as requests:
+            with inbox.taken(0, self.timeout) as requests:
                 if requests is None:
                     return
             for request in requests:
@@ -170,17 +159,17 @@ class TransformersEngine:
             inbox.settle()
 
     def _round(self, requests: list[GenerationRequest], inbox: Inbox) -> None:
-        deadline = time.monotonic() + (inbox.limit or self._timeout)
-        rows = [self._row(request) for request in requests]
+        deadline = time.monotonic() + (inbox.limit or self.timeout)
+        rows = [self.row(request) for request in requests]
         # Rows of similar length, put together, need the fewest pad positions.
         rows.sort(key=lambda row: len(row.prompt_ids))
-        for batch in self._batches(rows):
+        for batch in self.batches(rows):
             self._run(batch, deadline)
             for row in batch:
                 assert self._version is not None
                 inbox.answer(self._completion(row), [self._version], self._vocab_size)
 
-    def _batches(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
+    def batches(self, rows: Sequence[_Row]) -> Iterator[list[_Row]]:
         """Rows that are computed together. A row that has ended goes on to the end of its batch, which must fit the context.
 
         A shorter prompt gets padding on its left. Some families let it into their state, so prompts of one batch of a model that
@@ -192,14 +181,15 @@ class TransformersEngine:
             longest = max(longest, len(row.prompt_ids))
             budget = max(budget, row.request.sampling.max_tokens)
             is_padded = bool(batch) and self._keeps_state and len(row.prompt_ids) != len(batch[0].prompt_ids)
-            if batch and (is_padded or len(batch) == self._max_num_seqs or longest + budget > self._max_model_len):
+            if batch and (is_padded or len(batch) == self.max_num_seqs or longest + budget > self._max_model_len):
                 yield batch
                 batch, longest, budget = [], len(row.prompt_ids), row.request.sampling.max_tokens
             batch.append(row)
         if batch:
             yield batch
 
-    def _row(self, request: GenerationRequest) -> _Row:
+    def row(self, request: GenerationRequest) -> _Row:
+        """A request as a row of a batch."""
         grammar, ends = request.sampling.grammar, request.sampling.end_ids or self._end_ids
         return _Row(
             request,
@@ -216,7 +206,7 @@ class TransformersEngine:
 
     @property
     def _vocab_size(self) -> int:
-        return int(self._model.get_input_embeddings().weight.shape[0])
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @foreign_errors("transformers failed while it sampled")
     @torch.no_grad()
@@ -230,12 +220,12 @@ class TransformersEngine:
             ids[i, longest - len(prompt) :] = prompt
             mask[i, longest - len(prompt) :] = 1
         budget = max(row.request.sampling.max_tokens for row in rows)
-        ids, pictures = ids.to(self._model.device), [row.request.pictures for row in rows]
-        self._model.generate(
+        ids, pictures = ids.to(self.model.device), [row.request.pictures for row in rows]
+        self.model.generate(
             ids,
-            attention_mask=mask.to(self._model.device),
+            attention_mask=mask.to(self.model.device),
             generation_config=GenerationConfig(max_new_tokens=budget, do_sample=False, pad_token_id=pad),
-            logits_processor=LogitsProcessorList([_SampleRows(rows, pad)]),
+            logits_processor=LogitsProcessorList([SampleRows(rows, pad)]),
             stopping_criteria=StoppingCriteriaList([_RowsDone(rows, self._tokenizer, deadline)]),
             **(model_inputs(pictures, ids) if any(pictures) else {}),
         )
@@ -255,11 +245,11 @@ class TransformersEngine:
         )
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
-        return list_modules(self._model, checkpoint_names)
+        return list_modules(self.model, checkpoint_names)
 
     @torch.no_grad()
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
-        found = [output_of(name, self._model.get_submodule(name), seed, every).float() for name in names]
+        found = [output_of(name, self.model.get_submodule(name), seed, every).float() for name in names]
         return dict(zip(names, on_host(found), strict=True))
 
     def codes(self, names: Sequence[str]) -> dict[str, str]:
@@ -272,16 +262,16 @@ class TransformersEngine:
     @torch.no_grad()
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         check_scoring(sequences, self._version, self._max_model_len)
-        head = self._model.get_output_embeddings()
+        head = self.model.get_output_embeddings()
         rows: list[torch.Tensor] = []
         for ids in sequences.values():
-            row = sent(torch.tensor(ids), self._model.device)[None]
-            hidden = self._model.base_model(input_ids=row[:, :-1], use_cache=False).last_hidden_state[0]
+            row = sent(torch.tensor(ids), self.model.device)[None]
+            hidden = self.model.base_model(input_ids=row[:, :-1], use_cache=False).last_hidden_state[0]
             found: list[torch.Tensor] = []
             # Compute a few rows at a time, because the logits of a long sequence may not fit into memory.
-            for states, targets in zip(hidden.split(_SCORED_ROWS), row[0, 1:].split(_SCORED_ROWS), strict=True):
+            for states, targets in zip(hidden.split(SCORED_ROWS), row[0, 1:].split(SCORED_ROWS), strict=True):
                 # Mamba adds its layers up in float32, whatever its dtype is.
-                logits = transformed_logits(self._model.config.get_text_config(), head(states.to(head.weight.dtype)))
+                logits = transformed_logits(self.model.config.get_text_config(), head(states.to(head.weight.dtype)))
                 found.append(logits.float().log_softmax(-1).gather(1, targets[:, None])[:, 0])
             rows.append(torch.cat(found))
         scores = {name: tuple(found.tolist()) for name, found in zip(sequences, on_host(rows), strict=True)}
@@ -293,7 +283,7 @@ class TransformersEngine:
         self._held.open()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
-        own = {p.name: p.tensor for p in checkpoint_tensors(self._model, dict(self._model.named_parameters()))}
+        own = {p.name: p.tensor for p in checkpoint_tensors(self.model, dict(self.model.named_parameters()))}
         told: list[TensorSpec | Begun] = []
         if self._held.accepts_base(base):
             for name, tensor in described(((name, tensor) for name, tensor in tensors if name in own), told):
@@ -316,10 +306,10 @@ class TransformersEngine:
 
     def close(self) -> None:
         self._version = None
-        self.__dict__.pop("_model", None)
+        self.__dict__.pop("model", None)
 
 
-class _SampleRows(LogitsProcessor):
+class SampleRows(LogitsProcessor):
     """Samples the next token of every unfinished row, and sets all other logits to −inf. The greedy choice of transformers then
     takes the sampled token."""
 

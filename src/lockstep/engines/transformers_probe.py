@@ -1,6 +1,6 @@
 """The engine's part of the module probe for the transformers engine: its modules, and their outputs for the probe inputs.
 
-`engines/transformers_engine.py` calls it with its own copy of the model. `engines/vllm/probe/modules.py` does the same for vLLM.
+It reads the engine's own copy of the model. `engines/vllm/port/probe.py` does the same for vLLM.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.engines.probe import (
+from lockstep.contract.probe import (
     PROBED_ROWS,
     EngineModules,
     ModuleKind,
@@ -65,7 +65,7 @@ def _outputs(module: torch.nn.Module) -> int:
 
 
 def output_of(name: str, module: torch.nn.Module, seed: int, every: bool) -> torch.Tensor:
-    """A module's output for its probe input; see `engines/probe.py`."""
+    """A module's output for its probe input; see `contract/probe.py`."""
     if isinstance(module, torch.nn.Embedding):
         rows = sent(probe_rows(seed, name, module.num_embeddings, every=every), module.weight.device)
         vector = sent(probe_vector(seed, name, module.embedding_dim), module.weight.device)

@@ -1,7 +1,7 @@
 """Runs a user's agent for one rollout: a Python function in a thread, or a command in a process.
 
-`gateway/program.py` starts an agent with the base URL and the key of its rollout, and waits for its end. The user names the agent
-in the run's config.
+An agent gets the base URL and the key of its rollout. The rollout ends with it. The user names the agent in the run's
+config.
 """
 
 from __future__ import annotations

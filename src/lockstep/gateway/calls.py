@@ -1,6 +1,6 @@
 """A call of an agent and its answer, as both APIs share them.
 
-`gateway/chat.py` and `gateway/responses.py` read a call from a request and write the answer. `gateway/recording.py` answers it.
+A call comes from a request, and its answer goes to the client. The event loop of its rollout answers it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lockstep.engines.protocol import FinishReason
+from lockstep.contract.protocol import FinishReason
 from lockstep.gateway.wishes import NO_WISHES, Wishes
 from lockstep.tokens.chat import Message
 

@@ -1,6 +1,6 @@
 """OpenAI's chat completions: a request becomes a call, and the answer becomes a completion or its stream.
 
-`gateway/web.py` uses it for `/chat/completions`.
+It answers `/chat/completions`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The connections of the gateway: a bounded number of them, and a bounded time for each to ask something.
 
-The gateway runs in the trainer's process, whose limit of open files holds for both. `gateway/web.py` gives the class to uvicorn.
+The gateway runs in the trainer's process, whose limit of open files holds for both. uvicorn makes one object of the
+class per connection.
 """
 
 from __future__ import annotations

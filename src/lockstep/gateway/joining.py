@@ -1,7 +1,7 @@
 """Finds the earlier turn that the messages of a call extend.
 
-`gateway/recording.py` keeps one `Turns` per rollout. It asks for the longest known beginning of each call's messages, and continues
-the ids of that turn.
+There is one `Turns` per rollout. It finds the longest known beginning of a call's messages; the ids of that turn are
+continued.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.engines.protocol import FinishReason
+from lockstep.contract.protocol import FinishReason
 from lockstep.gateway.messages import normal_form
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.chat import Message

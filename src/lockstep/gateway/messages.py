@@ -1,6 +1,6 @@
 """Messages of an agent's calls, in the form that chat templates read, and in one normal form for comparisons.
 
-`gateway/chat.py` and `gateway/responses.py` make them from requests. `gateway/joining.py` compares them.
+They are made from requests, and compared to find the turn that a call continues.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Checks the fields of a request that would change what is sampled.
 
-A run samples from one distribution and trains the same one. A field that asks for another distribution is therefore refused, and
-so is every field that the gateway does not know. `gateway/chat.py` and `gateway/responses.py` call it. Fields that ask something of
-the turn without another distribution are read by `gateway/wishes.py`.
+A run samples from one distribution and trains the same one. A field that asks for another distribution is therefore
+refused, and so is every field that the gateway does not know. Fields that ask something of the turn without another
+distribution are not refused here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.gateway.refusals import Refused, bad_value
 
 _logger = logging.getLogger(__name__)

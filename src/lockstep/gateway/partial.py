@@ -1,7 +1,7 @@
 """The part of an unfinished turn's text that the finished answer certainly begins with.
 
-`gateway/recording.py` calls it while a turn is sampled, for answers that are streamed. Text is held back as long as later tokens
-could still change what it is: half of a character, white space at the end, a marker of thinking or of a tool call that may have
+It runs while a turn is sampled, for answers that are streamed. Text is held back as long as later tokens could still
+change what it is: half of a character, white space at the end, a marker of thinking or of a tool call that may have
 begun. It is sent with a later part, or at the end.
 """
 

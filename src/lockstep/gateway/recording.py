@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.engines.protocol import FinishReason
+from lockstep.contract.protocol import FinishReason
 from lockstep.errors import InputError, LockstepError
 from lockstep.gateway.calls import Answer, AnsweredCall, Call, Listener
 from lockstep.gateway.joining import KnownTurn, Turns

@@ -1,6 +1,6 @@
 """Errors that an agent gets, in OpenAI's error format.
 
-The modules of the gateway raise `Refused`, and `gateway/web.py` sends it.
+The modules of the gateway raise `Refused`, and the client gets it as a response.
 """
 
 from __future__ import annotations

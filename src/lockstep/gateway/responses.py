@@ -1,7 +1,7 @@
 """OpenAI's responses: a request becomes a call, and the answer becomes a response or its stream.
 
-`gateway/web.py` uses it for `/responses`. Items of a request become messages of a chat: an assistant's text and the function calls
-that follow it are one message.
+It answers `/responses`. Items of a request become messages of a chat: an assistant's text and the function calls that
+follow it are one message.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An answer on its way to a client that reads it as a stream: text is sent as soon as it is certain.
 
-`gateway/recording.py` tells `Heard` what is certain, from its event loop. `gateway/web.py` takes it from there in the event loop of
-the server, and sends the events that `SentText` makes.
+`gateway/recording.py` tells `Heard` what is certain, from its event loop. The event loop of the server takes it from
+there, and sends the events that `SentText` makes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class SentText:
         """Send the rest of the answer.
 
         Raises:
-            Refused: as in `more`.
+            Refused: the text does not begin with what was sent. This is a defect.
         """
         _rest(answer.reasoning or "", self._reasoning or "")
         _rest(answer.content, self._content)

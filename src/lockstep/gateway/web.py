@@ -1,7 +1,7 @@
 """The HTTP server of the gateway: it finds the rollout of a request by its key, and passes the call to that rollout.
 
-It runs in a thread of its own, so that it answers while the trainer learns. `gateway/program.py` opens and ends rollouts. Calls are
-answered by `gateway/recording.py`, in the event loop of the rollout.
+It runs in a thread of its own, so that it answers while the trainer learns. Calls are answered by
+`gateway/recording.py`, in the event loop of the rollout.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ samples all its turns from one distribution and trains the same one, so here the
 from. A turn that lacks what was asked for is answered as it is, and counted (`Counts.unmet`). An agent meets such a turn like any
 other malformed answer, and the reward says whether the model does better next time.
 
-`gateway/chat.py` and `gateway/responses.py` read the wishes of a request. `gateway/recording.py` answers by them.
+They are read from a request. `gateway/recording.py` answers by them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lets a data set decode its pictures with `images/files.py`. `datasets` itself opens every format that Pillow knows.
 
-`training/data/given_data.py` calls it for every data set of a run, before any row is read.
+It is done for every data set of a run, before any row is read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Images as text: `data:` URLs, which JSON can hold and a browser shows.
 
-Messages that a program keeps of a rollout contain images in this form (`rollouts/programs/content.py`); reward functions get the
-opened images again (`rollouts/scores/rewards.py`). Nothing here uses the network.
+Messages that a program keeps of a rollout contain images in this form; reward functions get the opened images again.
+Nothing here uses the network.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The one place that opens the file of a picture: which formats are read, and how large a picture may be.
 
-Pillow chooses a decoder by the content of a file, whatever its name says. For some formats the decoder is another program:
-Ghostscript for EPS. Therefore only the formats of `FORMATS` are opened, and the size in a file's header is compared with the limits
-before anything is decoded: a few kilobytes can decode to gigabytes. `images/reading.py` reads what a user gives, with these
-functions, and `images/data_sets.py` what a data set contains.
+Pillow chooses a decoder by the content of a file, whatever its name says. For some formats the decoder is another
+program: Ghostscript for EPS. Therefore only the formats of `FORMATS` are opened, and the size in a file's header is
+compared with the limits before anything is decoded: a few kilobytes can decode to gigabytes. What a user gives is read
+with these functions, and so is what a data set contains.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def in_rgb(picture: File | Image.Image) -> Image.Image:
     """A picture, decoded in RGB.
 
     Raises:
-        InputError: as in `open_header`, also for an image of Pillow.
+        InputError: it is no file, has a format that is not read, is damaged, or has more pixels than `LARGEST`.
     """
     if isinstance(picture, Image.Image):
         _check(picture)
@@ -84,7 +84,7 @@ def check_together(pictures: Iterable[File | Image.Image]) -> None:
     """Check the pictures of a row, of a call, or of what a tool returns, before any is decoded.
 
     Raises:
-        InputError: as in `open_header`, or they have more pixels together than `LARGEST_TOGETHER`.
+        InputError: one of them cannot be read, or they have more pixels together than `LARGEST_TOGETHER`.
     """
     total = 0
     for picture in pictures:

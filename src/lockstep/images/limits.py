@@ -1,7 +1,6 @@
 """Limits on the pictures of a run: their sizes, and their number per conversation.
 
-They come from the config (`training/config/fields/images.py`). `images/prompts.py` applies them. The trainer processes all
-pictures, so the engine needs no limits of its own.
+They come from the config. The trainer processes all pictures, so the engine needs no limits of its own.
 """
 
 from __future__ import annotations

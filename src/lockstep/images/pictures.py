@@ -1,8 +1,8 @@
 """The pictures of one prompt, as a model takes them.
 
-`images/prompts.py` makes them once per prompt. They travel with the prompt: in the request to the engine, in its answer, and in the
-training sequence. Engine and trainer therefore use the same tensors. The digest of a picture's tensors is its identity on both
-sides: it is the key of the engine's caches, and a part of what makes two nodes of a packed tree equal.
+They are made once per prompt. They travel with the prompt: in the request to the engine, in its answer, and in the
+training sequence. Engine and trainer therefore use the same tensors. The digest of a picture's tensors is its identity
+on both sides: it is the key of the engine's caches, and a part of what makes two nodes of a packed tree equal.
 """
 
 from __future__ import annotations

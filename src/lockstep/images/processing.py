@@ -1,6 +1,6 @@
 """Runs a model's image processor on one picture, and finds the ids that stand for the picture in a prompt.
 
-`images/prompts.py` calls one of the two classes, by the family of the model. The image processor runs nowhere else.
+There are two classes; the family of the model decides. The image processor runs nowhere else.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class ImagePrompts:
         """Images that are read together, each URL with its file in its place, as a `data:` URL. Any thread may call it.
 
         Raises:
-            InputError: a URL is not allowed, or cannot be fetched; or as in `images.reading.check_sizes`.
+            InputError: a URL is not allowed, or cannot be fetched; or the pictures are too large together.
         """
         found = [self._urls.fetch(image) if is_url(image) else image for image in images]
         check_sizes(found)
@@ -108,7 +108,7 @@ class ImagePrompts:
         """Each image in RGB, and as the model takes it; one is decoded at a time. Any thread may call it.
 
         Raises:
-            InputError: as in `fetched` and `picture`, or an image cannot be decoded.
+            InputError: an image cannot be fetched or decoded, or the processor cannot use it.
         """
         for file in self.fetched(images):
             found = opened(file)
@@ -118,7 +118,7 @@ class ImagePrompts:
         """Images that are read together, as the model takes them. Any thread may call it.
 
         Raises:
-            InputError: as in `opened_pictures`.
+            InputError: an image cannot be fetched or decoded, or the processor cannot use it.
         """
         return [picture for _, picture in self.opened_pictures(images)]
 
@@ -126,7 +126,7 @@ class ImagePrompts:
         """The file of each URL as a `data:` URL, and the image as the model takes it. Any thread may call it.
 
         Raises:
-            InputError: as in `opened_pictures`.
+            InputError: an image cannot be fetched or decoded, or the processor cannot use it.
         """
         return [(file, self.picture(opened(file))) for file in self.fetched(urls)]
 

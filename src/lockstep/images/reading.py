@@ -160,7 +160,7 @@ def with_fetched(row: Mapping[str, Any], fetch: Callable[[str], str]) -> dict[st
     """A row in which each URL of an image has given way to what `fetch` returns for it.
 
     Raises:
-        InputError: as in `fetch`.
+        InputError: the URL or a redirect is not allowed, the file is too large or no image, or it does not come in time.
     """
 
     def own(image: Any) -> Any:
@@ -212,7 +212,7 @@ def check_sizes(images: Iterable[Any]) -> None:
         images: each as in `opened`.
 
     Raises:
-        InputError: as in `opened`, or they are too large together.
+        InputError: one of them cannot be read, or they are too large together.
     """
     check_together(map(_given, images))
 

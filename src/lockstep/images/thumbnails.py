@@ -1,7 +1,6 @@
 """Small copies of images for reports, as `data:` URLs of a few kilobytes.
 
-`run/files/saved_evaluation.py` puts them beside prompts, and `shown_rollouts.py` beside rollouts.
-`report/page/pictures.py` shows them.
+They stand beside prompts of evaluations and beside rollouts. `report/page/pictures.py` shows them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Images by URL: fetched only from the places that the field `image_urls` allows.
 
-`images/prompts.py` calls `ImageUrls.fetch` for each URL of a dataset, of a tool's result and of an agent's message. A fetched file
+Each URL of a dataset, of a tool's result and of an agent's message is fetched with `ImageUrls.fetch`. A fetched file
 is a `data:` URL from then on: the rest of the run uses these bytes and no network.
 """
 
@@ -24,7 +24,7 @@ from lockstep.report.waits import waiting
 
 _PORTS = {"http": 80, "https": 443}
 # Seconds of a whole fetch, bytes of a file, and redirects of a fetch.
-_TIME, _LARGEST, _REDIRECTS = 30.0, 32 << 20, 5
+_TIME, LARGEST, _REDIRECTS = 30.0, 32 << 20, 5
 # Bytes of fetched files that are kept for rows that name the same URL.
 _KEPT = 256 << 20
 # Python and servers read these in different ways.
@@ -116,7 +116,7 @@ class ImageUrls:
         async with httpx.AsyncClient() as client:
             for _ in range(_REDIRECTS + 1):
                 answer, body = await bounded_http.call(
-                    client, "GET", str(url), seconds=deadline - time.monotonic(), most=lambda _: _LARGEST
+                    client, "GET", str(url), seconds=deadline - time.monotonic(), most=lambda _: LARGEST
                 )
                 if answer.has_redirect_location:
                     url = self.check(str(url.join(answer.headers["location"])))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lockstep.engines.answers import check_answers
+from lockstep.contract.inbox import check_answers
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.following import FollowingServer
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
 from lockstep.errors import EngineLost, LockstepError
 from lockstep.integrations.proven_engine import check_draws, requests_for
 from lockstep.integrations.trl_pictures import Shown

@@ -1,9 +1,8 @@
 """An engine for another program's trainer. Every push is proven, every answer is checked, and a lost engine gets its weights
 again.
 
-`integrations/trl.py` uses it on the rank that holds the engine. The proofs are those of `watch/engine.py`,
-without a config and without the parity gap of the optimizer step, which only the trainer can measure. The canary after every push
-stands in for it.
+It works on the rank that holds the engine. The proofs are those of `watch/engine.py`, without a config and without the
+parity gap of the optimizer step, which only the trainer can measure. The canary after every push stands in for it.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.answers import check_answers
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, request_seed
+from lockstep.contract.inbox import check_answers
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.images.pictures import PromptPictures
 from lockstep.models.autocast import Precision
 from lockstep.rollouts.recovery import Recovery

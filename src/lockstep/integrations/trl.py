@@ -23,9 +23,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from lockstep.connection import connect
+from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.engines.http.following import FollowingServer
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, Engine, RequestKey
 from lockstep.engines.vllm.arguments import usual_sequences
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError

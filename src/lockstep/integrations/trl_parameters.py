@@ -1,6 +1,6 @@
 """Checks which of TRL's parameters, models and kinds of training the engines here support. Others are refused by name.
 
-The constructor of `integrations/trl.py` calls it. These are pure functions, and every rank calls them with its own arguments.
+These are pure functions of each rank's own arguments.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.filters.grammars import check_grammar
+from lockstep.contract.grammars import check_grammar
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.http.server_calls import server_urls
-from lockstep.engines.protocol import Grammar, Sampling
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, NEUTRAL_SAMPLING
 from lockstep.errors import InputError
 from lockstep.integrations.trl_pictures import tokenizer_of
 from lockstep.models.adapters import causal_model, is_adapted
-from lockstep.sync.adapters.merged import weights_of
+from lockstep.sync.source import weights_of
 from lockstep.tokens.end import end_ids
 
 # Parameters of TRL that support only one or a few values, and the reason.

@@ -1,8 +1,8 @@
 """The images that TRL's trainers pass to their generation object, as the pictures of our engines.
 
-`integrations/trl.py` calls it. TRL's processor has already put each image's ids into the prompt. Each rank runs that processor's
-image processor over its images, and sends the pixels to the rank with the engine, each picture once. The engine then computes with
-the pixels that the trainer computes with.
+TRL's processor has already put each image's ids into the prompt. Each rank runs that processor's image processor over
+its images, and sends the pixels to the rank with the engine, each picture once. The engine then computes with the
+pixels that the trainer computes with.
 """
 
 from __future__ import annotations

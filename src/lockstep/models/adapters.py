@@ -1,8 +1,7 @@
 """Models with adapters (PEFT): the causal language model inside, and the policy without its adapter.
 
-A model comes from `models/policy.py`, or is a user's `PeftModel`. All code that needs a model's trunk, head or names calls
-these functions. The adapter stays in the model: the layers of `causal_model(model)` are the adapted ones. `sync/adapters/merged.py`
-decides what an engine receives.
+A model comes from `models/policy.py`, or is a user's `PeftModel`. All code that needs a model's trunk, head or names
+gets it here. The adapter stays in the model: the layers of `causal_model(model)` are the adapted ones.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The digest of a base: names, shapes and values of a model's weights, without its adapter.
 
-The same base has the same digest wherever it lies, in whatever order and in however many files it is stored. The digest does not
-depend on the dtype in which the weights were loaded, as long as float32 holds their values. Therefore it tells whether an adapter
-meets the base that it was trained on, and whether a reference model is the one with which a run began. `run/files/run_identity.py`
-keeps it in the receipt.
+The same base has the same digest wherever it lies, in whatever order and in however many files it is stored. The
+digest does not depend on the dtype in which the weights were loaded, as long as float32 holds their values. Therefore
+it tells whether an adapter meets the base that it was trained on, and whether a reference model is the one with which
+a run began. The receipt has it.
 """
 
 from __future__ import annotations

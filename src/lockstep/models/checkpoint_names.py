@@ -1,9 +1,9 @@
 """The tensors of a model under the names that checkpoints and engines use.
 
-For most families these tensors are the model's own parameters. Experts are different: transformers holds the weights of all experts
-of a layer in two tensors, while checkpoints and vLLM's loaders have one tensor per expert and projection. Here each such tensor is
-a view of the model's own memory. The modules that send weights use this module (`sync/source.py`, `sync/adapters/merged.py`,
-`sync/live.py`), and so does the transformers engine, which receives weights.
+For most families these tensors are the model's own parameters. Experts are different: transformers holds the weights
+of all experts of a layer in two tensors, while checkpoints and vLLM's loaders have one tensor per expert and
+projection. Here each such tensor is a view of the model's own memory. All code that sends weights gets them here, and
+so does the transformers engine, which receives weights.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Checks the settings of Liger's Triton kernels for the trainer's model.
 
-`training/config/online_config.py` and `training/forward/policy.py` call it. `transformers.Trainer` puts the kernels into the
-model when training begins: norms, rotary embedding, gated MLP. Lockstep computes the head and the loss itself. Liger's fused linear
-loss (`LigerFusedLinearGRPOLoss` of liger-kernel 0.8) is no Triton kernel: it computes the head in chunks in PyTorch, as
-`training/forward/token_logps.py` does, and gives the same loss and gradients.
+`transformers.Trainer` puts the kernels into the model when training begins: norms, rotary embedding, gated MLP.
+Lockstep computes the head and the loss itself. Liger's fused linear loss (`LigerFusedLinearGRPOLoss` of liger-kernel
+0.8) is no Triton kernel: it computes the head in chunks in PyTorch, as `training/forward/token_logps.py` does, and
+gives the same loss and gradients.
 """
 
 from __future__ import annotations

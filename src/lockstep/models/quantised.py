@@ -1,8 +1,8 @@
 """Base weights in 4 bits (QLoRA, arXiv 2305.14314) by bitsandbytes: checks their settings, and gives the values that layers compute
 with.
 
-`models/policy.py` loads such weights, or the user gives a model that has them. `sync/adapters/merged.py` adds the adapter's delta
-to these values and sends the sum to the engine in full precision. An engine never quantises again what the trainer has quantised.
+`models/policy.py` loads such weights, or the user gives a model that has them. The adapter's delta is added to these
+values, and the engine gets the sum in full precision. An engine never quantises again what the trainer has quantised.
 """
 
 from __future__ import annotations

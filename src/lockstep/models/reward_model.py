@@ -1,7 +1,6 @@
 """A reward model: a sequence classifier with one output, called like a reward function.
 
-It comes from a directory, a hub id or a loaded model (`rollouts/scores/reward_functions.py`). `rollouts/scores/rewards.py` calls it
-and treats it like any other reward function.
+It comes from a directory, a hub id or a loaded model. It is treated like any other reward function.
 """
 
 from __future__ import annotations

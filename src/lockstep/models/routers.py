@@ -1,7 +1,6 @@
 """The routers of a mixture of experts: the experts that they choose for each position.
 
-`training/forward/routing.py` sums them up for the auxiliary loss. `watch/gap_explained.py` compares them in two
-precisions.
+The auxiliary loss needs how often each one is chosen, and a parity gap is explained by the choices in two precisions.
 """
 
 from __future__ import annotations

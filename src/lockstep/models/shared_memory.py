@@ -1,7 +1,7 @@
 """Finds trained parameters that share memory with another parameter.
 
-An optimizer steps each parameter object. If two objects hold the same numbers, each step changes the numbers twice, each time by a
-part of their gradient. One object under several names (a tied head) is no such case. `run/trainers/online.py` calls the check
+An optimizer steps each parameter object. If two objects hold the same numbers, each step changes the numbers twice,
+each time by a part of their gradient. One object under several names (a tied head) is no such case. The check is made
 before training.
 """
 

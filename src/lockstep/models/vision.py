@@ -1,6 +1,6 @@
 """Vision-language models: the families to which Lockstep can show pictures, and the class that loads such a model.
 
-`models/policy.py` and the transformers engine load models through `model_class`. `images/` reads the pictures for them.
+The policy and the transformers engine are loaded through `model_class`. `images/` reads the pictures for them.
 """
 
 from __future__ import annotations

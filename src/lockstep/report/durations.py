@@ -1,4 +1,4 @@
-"""Seconds as text. The live view and the report use it, and the report must not import what the live view needs."""
+"""Seconds as text. The live view and the report need it, and the report must not import what the live view needs."""
 
 from __future__ import annotations
 

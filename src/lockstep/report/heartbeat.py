@@ -1,6 +1,6 @@
 """Prints a line about the work under way when no line was printed for some seconds: for output that goes to a file or a pipe.
 
-Used by `report/status.py` and `report/live.py`. On a terminal they draw several times per second instead.
+On a terminal they draw several times per second instead.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Reads the rollouts that a run keeps: one Parquet file per generation under `RUN/rollouts/`.
 
-`run/files/rollout_files.py` writes the files. The report, `lockstep rollouts` and `lockstep audit` read them with
-`read_rollouts`. docs/reference/report.md describes every column. `datasets.load_dataset("parquet",
-data_files="RUN/rollouts/*.parquet")`
-reads them too.
+`read_rollouts` reads them. docs/reference/report.md describes every column. `datasets.load_dataset("parquet",
+data_files="RUN/rollouts/*.parquet")` reads them too.
 """
 
 from __future__ import annotations
@@ -169,7 +167,7 @@ def read_file(path: Path) -> Iterator[KeptRollout]:
     """The rollouts of one file.
 
     Raises:
-        InputError: as in `read_rollouts`.
+        InputError: a file is damaged or is not of this format, or a step was asked for that is not there.
     """
     with _readable(path) as file:
         try:

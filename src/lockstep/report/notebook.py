@@ -1,7 +1,6 @@
 """The live panel in a Jupyter notebook: the same lines as on a terminal, as one output that is replaced while the cell runs.
 
-`run/trainers/hooks/live_views.py` adds it to a trainer that is made in a notebook. Rich's own live display needs ipywidgets
-there.
+A trainer that is made in a notebook has it. Rich's own live display needs ipywidgets there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A series of numbers as one line of block characters. The live panel and `lockstep compare` use it; imports nothing heavy."""
+"""A series of numbers as one line of block characters. Imports nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Says what a run waits for, from five seconds on: `with waiting("the server to answer", 240.0):`.
 
-Every bounded wait for another process, another rank or a user's code is such a block, in whichever thread. A thread of this module
-looks at the open ones. The watcher of long work shows them (`report/busy.py`); without a watcher they go to the log, which a
+Every bounded wait for another process, another rank or a user's code is such a block, in whichever thread. A thread of
+this module looks at the open ones. The watcher of long work shows them; without a watcher they go to the log, which a
 terminal shows (`terminal_log.py`). Several waits for one thing make one line.
 """
 

@@ -1,9 +1,9 @@
 """Generations that an engine samples while the trainer still learns from earlier ones.
 
-`run/source.py` begins each generation some optimizer steps before it is used, pushes weights in the meantime,
-and takes the generations one by one. The driver runs each generation in a thread of its own. A push can happen in the middle of a
-conversation and of a turn. The new weights then sample all later tokens, with keys and values that they computed themselves. Every
-token carries the weight version that sampled it.
+Each generation begins some optimizer steps before it is used; weights are pushed in the meantime, and the generations
+are taken one by one. The driver runs each generation in a thread of its own. A push can happen in the middle of a
+conversation and of a turn. The new weights then sample all later tokens, with keys and values that they computed
+themselves. Every token carries the weight version that sampled it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One rollout while it is being made: the ids so far, each marked as sampled or inserted.
 
 A program is a coroutine that makes one rollout: it asks for the next turn, inserts ids, or starts a branch. The driver
-(`rollouts/driver.py`) runs many programs at once, passes their requests to the engine, and makes a `Rollout` of each
-conversation when its program has returned.
+runs many programs at once, passes their requests to the engine, and makes a `Rollout` of each conversation when its
+program has returned.
 """
 
 from __future__ import annotations
@@ -13,15 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.engines.inbox import Progress
-from lockstep.engines.protocol import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    RequestKey,
-    Sampling,
-    derived_seed,
-)
+from lockstep.contract.inbox import Progress
+from lockstep.contract.protocol import Completion, FinishReason, GenerationRequest, RequestKey, derived_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, LockstepError
 from lockstep.images.pictures import PromptPictures
 from lockstep.rollouts.group import Prompt, Rollout, TurnEnd
@@ -126,7 +120,7 @@ class Branch:
             max_tokens: largest number of ids of this turn; None: as many as there is room for.
             stop: strings that end this turn, beside the run's stop strings.
             progress: is called with the ids of the turn so far while it is sampled, in the engine's thread; only by engines that
-                report progress (`engines/inbox.py`).
+                report progress (`contract/inbox.py`).
 
         Raises:
             OutOfRoom: there is no room for an id.

@@ -16,17 +16,16 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.engines.answers import check_requests
-from lockstep.engines.errands import Errands
-from lockstep.engines.http.call_loop import CallLoop, Pending
-from lockstep.engines.inbox import CheckAnswer, Inbox, Progress
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, RequestKey, Sampling, request_seed
+from lockstep.contract.inbox import CheckAnswer, Errands, Inbox, Progress, check_requests
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import LockstepError, ProofError
 from lockstep.rollouts.conversation import Ask, Conversation, Decode, OutOfRoom, Program, single_turn
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.programs.tools import ToolCalls
 from lockstep.rollouts.record import Record
 from lockstep.rollouts.seal import seal_of
+from lockstep.threads import CallLoop, Pending
 from lockstep.tokens.arrays import Ids
 
 OnRollout = Callable[[Rollout], None]
@@ -72,7 +71,7 @@ class Driver:
         self.engine, self._calls, self._check = engine, calls, check
         self._errands = calls.errands if calls is not None else Errands()
         self._decode = decoding(tokenizer)
-        self._loop = CallLoop("lockstep-programs")
+        self.loop = CallLoop("lockstep-programs")
 
     def __enter__(self) -> Driver:
         return self
@@ -105,7 +104,7 @@ class Driver:
             limit: seconds that one request may take in the engine; None: the engine's own limit.
             patience: seconds without any request after which programs that have not ended are given up; None: the engine's own
                 limit.
-            gate: held by whoever pushes weights meanwhile (`engines/inbox.py`).
+            gate: held by whoever pushes weights meanwhile (`contract/inbox.py`).
 
         Raises:
             InputError: a prompt is empty or does not fit into the engine's context, or the sampling settings name a token that the
@@ -145,7 +144,7 @@ class Driver:
             if on_rollout is not None:
                 on_rollout(rollout)
 
-        programs = self._loop.start(
+        programs = self.loop.start(
             _all([one(start) for start in starts], inbox), lambda _: {start.key: found[start.key] for start in starts}
         )
         running = Running(self.engine, inbox, programs, found)
@@ -161,14 +160,14 @@ class Driver:
 
         An error of this wait is raised. If the time limit passes, the engine goes on.
         """
-        reactions = self._loop.start(_reactions(self._calls), lambda none: none)
+        reactions = self.loop.start(_reactions(self._calls), lambda none: none)
         self._errands.do_during(reactions, _SETTLING)
         if reactions.done():
             reactions.result()
 
     def close(self) -> None:
         """End the thread of the programs. May be called twice."""
-        self._loop.close()
+        self.loop.close()
 
 
 class Running:

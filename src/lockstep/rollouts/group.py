@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lockstep.engines.protocol import Completion, FinishReason, RequestKey
+from lockstep.contract.protocol import Completion, FinishReason, RequestKey
 from lockstep.images.pictures import PromptPictures
 from lockstep.tokens.arrays import ArrayFields, Ids, joined, whole_numbers
 
@@ -50,7 +50,7 @@ class TurnEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Digests of a rollout as it was when the engine's last answer was in (`rollouts/seal.py`).
+    """Digests of a rollout as it was when the engine's last answer was in.
 
     Attributes:
         words: of the key, the text and the row.
@@ -65,8 +65,8 @@ class Seal:
 class Rollout:
     """One rollout of a prompt, with its scores and reward.
 
-    A rollout is a tree of ids. Most have one branch. Further branches exist where the program continued from ids that do not extend
-    the earlier ones (`rollouts/conversation.py`). Each sampled id is marked as sampled in exactly one branch.
+    A rollout is a tree of ids. Most have one branch. Further branches exist where the program continued from ids that
+    do not extend the earlier ones. Each sampled id is marked as sampled in exactly one branch.
 
     Attributes:
         completion: the first branch. Its key is the key of the rollout.
@@ -77,7 +77,7 @@ class Rollout:
         extra: values that reward functions logged for this rollout with `log_extra`, by column.
         further: the other branches, in the order in which they were begun.
         turns: the end of each of the engine's answers, in the order in which they came.
-        notes: what the program that made the rollout kept, in JSON types (`rollouts/programs/tool_program.py`): `messages` after
+        notes: what the program that made the rollout kept, in JSON types: `messages` after
             the prompt, `finish_reasons` of their assistant's turns, `prompt` if it differs from the row's, `columns` for reward
             functions, `rewards` of an environment by its class, `failed` if an environment failed, and counts.
         seal: what the loss must be computed from; None: the rollout was not made by the driver or by a `rollout_func`.

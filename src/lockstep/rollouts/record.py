@@ -1,7 +1,14 @@
 """What the engine was asked and what it answered in one rollout, and the proof that the rollout holds exactly this.
 
-The driver (`rollouts/driver.py`) keeps one `Record` per rollout. When the program has
-ended, the record is compared with the rollout's branches. The gap proves log-probs up to rounding; this proof is exact.
+There is one `Record` per rollout. When the program has ended, the record is compared with the rollout's branches. The
+gap proves log-probs up to rounding; this proof is exact.
+
+Proof `turns`.
+Shows: in each rollout, every answer of the engine is in exactly one branch: behind the ids and pictures that the
+engine was sent, marked as sampled, with its log-probs and versions; nothing else is marked as sampled (exact, by
+digests).
+Does not show: that the inserted ids are the right ones.
+When: every rollout of the driver.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Rollout
 from lockstep.tokens.arrays import Ids

@@ -1,8 +1,7 @@
 """The seal of a rollout: digests of what was sampled, and of the text and the row that its rewards belong to.
 
-The seal is made when the engine's last answer is in (`rollouts/driver.py`, `rollouts/programs/rollout_func.py`), and stays with the
-rollout through other ranks and reward functions. `watch/custody.py` makes the digests again from the scored groups and from
-the tensors of the loss, and compares.
+The seal is made when the engine's last answer is in, and stays with the rollout through other ranks and reward
+functions. The digests are made again from the scored groups and from the tensors of the loss, and compared.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.rollouts.group import Prompt, Rollout, Seal
 from lockstep.tokens.arrays import joined
 from lockstep.tokens.digest import digest_of

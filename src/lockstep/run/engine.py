@@ -1,6 +1,6 @@
 """Starts or finds the engine that a config asks for, and checks its settings.
 
-Comes from: `OnlineConfig` and the policy. Goes to: `run/source.py`. Training chooses between engines only here.
+Comes from: `OnlineConfig` and the policy. Goes to: the source of rollouts. Training chooses between engines only here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.connection import connect
-from lockstep.engines.adapters.in_process import adapter_arguments
+from lockstep.contract.protocol import Engine
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Engine, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.arguments import told_by_vllm, usual_sequences
 from lockstep.engines.vllm.in_process import VLLMInProcess, whole_arguments
 from lockstep.engines.vllm.refused import refuse_family

@@ -1,7 +1,7 @@
 """One evaluation: push, sample, score and prove, as for a generation of training. Nothing is learned.
 
-`run/trainers/evaluation.py` gives the prompts of an evaluation set. It gets scored groups, the method's loss on them, and the
-figures of their proof.
+The prompts are those of an evaluation set. The result has scored groups, the method's loss on them, and the figures of
+their proof.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ One generation goes like this. The policy's weights are pushed to the engine. Th
 Reward functions score them, and the method turns rewards into advantages. The policy learns from a generation in one or several
 optimizer steps, each cut into micro-batches.
 
-`transformers.Trainer` drives the loop. It calls `micro_step` once per micro-batch and runs the optimizer after the last micro-batch
-of each step; `run/trainers/online.py` connects the two. On several ranks, one rank holds the engine, all ranks get the same
-groups, and each rank learns from its own micro-batches.
+`transformers.Trainer` drives the loop. It calls `micro_step` once per micro-batch and runs the optimizer after the
+last micro-batch of each step; The trainer connects the two. On several ranks, one rank holds the engine, all ranks get
+the same groups, and each rank learns from its own micro-batches.
 
 | stage  | here                | done by |
 |--------|---------------------|---------|
@@ -18,9 +18,9 @@ groups, and each rank learns from its own micro-batches.
 | step   | `transformers.Trainer` | clips the gradients and calls the optimizer |
 | log    | `_finish_step`      | `run/files/step_log.py` |
 
-Each stage tells the watch what has happened (`training/events.py`). Before the optimizer changes the policy, the watch has proven
-every token, weight and gradient of the step (`watch/run.py`), or an error was raised. `run/evaluation.py` makes an evaluation: it
-samples and scores like a generation, and learns nothing.
+Each stage tells the watch what has happened (`training/events.py`). Before the optimizer changes the policy, the watch
+has proven every token, weight and gradient of the step (`watch/run.py`), or an error was raised. An evaluation samples
+and scores like a generation, and learns nothing.
 """
 
 from __future__ import annotations
@@ -228,8 +228,7 @@ class TrainingLoop:
         """The current generation and the later ones that the engine already samples; empty where it samples none ahead."""
         if not self.config.generations_ahead:
             return []
-        last = (self.state().max_steps - 1) // self.config.optimizer_steps_per_generation
-        first = self.generation_number
+        first, last = self.generation_number, (self.state().max_steps - 1) // self.config.optimizer_steps_per_generation
         last = min(first + self.config.generations_ahead, last)
         return list(generations_from(self.order, self.prompts, first, last))
 

@@ -1,6 +1,7 @@
 """A whole run: evaluate, train, evaluate again, in view of the user.
 
-`cli/` or a user's script calls it. The trainer's callback `RunFiles` (`run/trainers/hooks/run_files.py`) writes the files.
+A command or a user's script begins here. The trainer's callback `RunFiles` (`run/trainers/hooks/run_files.py`) writes
+the files.
 """
 
 from __future__ import annotations

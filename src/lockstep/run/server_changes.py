@@ -1,7 +1,7 @@
 """Servers that join or leave a run between two generations.
 
-Comes from: the file that `vllm_server_url_file` names, read before every push, or the URLs of the config. Goes to: the engine's set
-of servers, and the receipt. `run/source.py` calls this before and after each push, on the rank that holds the engine.
+Comes from: the file that `vllm_server_url_file` names, read before every push, or the URLs of the config. Goes to: the
+engine's set of servers, and the receipt. This happens before and after each push, on the rank that holds the engine.
 
 A server that joins is at first an engine of its own. It passes what servers pass at the start: the checks of its settings, a push
 of all weights, a probe of every module, and the canary. It gets the weights that the others have just got. Therefore the next push
@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from lockstep.contract.protocol import Engine
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Engine
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.homes import expanded
 from lockstep.report.busy import busy

@@ -1,6 +1,6 @@
 """The engine of a run with its proofs and rewards: push weights, sample completions, score them.
 
-Comes from: `run/loop.py`, which calls it on every rank. Gives back: scored groups, the same on every rank. One rank holds the
+Comes from: the training loop, on every rank. Gives back: scored groups, the same on every rank. One rank holds the
 engine and samples for all ranks. Reward functions run on every rank, each on its share of the groups.
 """
 
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import Engine, Sampling
+from lockstep.contract.protocol import Engine
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
 from lockstep.images.prompts import ImagePrompts
@@ -95,7 +96,7 @@ class RolloutSource:
     ) -> None:
         self._tokenizer = tokenizer
         self._config, self._clock, self._ranks = config, clock, ranks
-        self.policy, self._settings, self._images = policy, settings, images
+        self.policy, self._settings, self.images = policy, settings, images
         self._end_ids = end_ids(causal_model(policy), tokenizer)
         interruption = interruption_of(config, tokenizer)
         self._one_turn: Program = single_turn if interruption is None else interrupted(interruption, self.sampling)
@@ -128,7 +129,7 @@ class RolloutSource:
         self._engine = engine
 
         def shake(other: Engine) -> None:
-            dtypes, shown = (config.engine_torch_dtype, config.engine_head_dtype), self._images is not None
+            dtypes, shown = (config.engine_torch_dtype, config.engine_head_dtype), self.images is not None
             shake_hands(
                 other,
                 self.policy,
@@ -166,7 +167,7 @@ class RolloutSource:
     @property
     def sampling(self) -> Sampling:
         """The distribution that the engine samples from."""
-        banned = self._images.banned_ids if self._images is not None else ()
+        banned = self.images.banned_ids if self.images is not None else ()
         return sampling_of(self._config, self._tokenizer, self._end_ids, banned)
 
     @property

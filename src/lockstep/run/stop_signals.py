@@ -1,6 +1,6 @@
 """SIGINT (Ctrl-C) and SIGTERM (sent by schedulers) end a run at a step from which it can be resumed.
 
-`run/run.py` handles the signals during a whole run. The trainer's loop calls the class here as a callback.
+The signals are handled during a whole run. The trainer's loop calls the class here as a callback.
 """
 
 from __future__ import annotations

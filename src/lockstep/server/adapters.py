@@ -1,6 +1,6 @@
 """Further arguments of a server to which adapters are pushed alone (`lockstep serve MODEL --enable_lora`).
 
-`server/command.py` adds each of them to the command line, unless the user has given it.
+Each of them is added to the command line, unless the user has given it.
 """
 
 from __future__ import annotations

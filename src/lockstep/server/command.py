@@ -1,6 +1,6 @@
 """Builds the command line and the environment of vLLM's own server. They contain the options that training needs, and the guard.
 
-`cli/serve.py` calls these functions, and `server/supervisor.py` runs the command.
+The supervisor runs the command.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lockstep.engines.vllm.arguments import (
     engine_arguments,
     usual_sequences,
 )
+from lockstep.engines.vllm.port.pictures import picture_arguments
 from lockstep.engines.vllm.refused import refuse_family
-from lockstep.engines.vllm.requests.pictures import picture_arguments
 from lockstep.engines.vllm.workers.environment import LOOPBACK, cpu_settings, exact_products
 from lockstep.errors import InputError
 from lockstep.images.files import LARGEST

@@ -1,7 +1,6 @@
 """Whether the engine behind a server still answers. vLLM's own `/health` only says that no process of it has ended.
 
-The guard (`server/guard.py`) asks it at each health check, and the supervisor ends a server whose engine has been silent for too
-long.
+It is asked at each health check, and the supervisor ends a server whose engine has been silent for too long.
 """
 
 from __future__ import annotations

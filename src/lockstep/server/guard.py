@@ -44,9 +44,9 @@ _RPC, _OURS = "/collective_rpc", "lockstep_"
 # The method that each worker answers at once.
 ALIVE = "lockstep_alive"
 # Bytes of a call of `/collective_rpc`. The longest one lists the names of all tensors of a model.
-_LARGEST_RPC = 64 << 20
+LARGEST_RPC = 64 << 20
 # The number of a trainer's call, and how many numbers of a session are kept beyond one that has not come.
-_NUMBER, _MOST_HIGHER = re.compile(r"[1-9][0-9]{0,17}"), 4096
+_NUMBER, MOST_HIGHER = re.compile(r"[1-9][0-9]{0,17}"), 4096
 # A server whose engine owes an answer for this many seconds is not healthy any more, and what it answers then.
 SILENT_LIMIT = 120.0
 SILENT_STATUS = 504
@@ -65,7 +65,7 @@ class KeyGuard:
         self._digest = _digest(self._key.encode())
         # A restarted server has another nonce, so that every trainer must greet it again.
         self._nonce = make_nonce()
-        self._calls: defaultdict[str, _Calls] = defaultdict(_Calls)
+        self._calls: defaultdict[str, Calls] = defaultdict(Calls)
         self._watch = EngineWatch()
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
@@ -103,8 +103,8 @@ class KeyGuard:
         with self._watch.call(_only_header(scope, LIMIT_HEADER.encode())):
             if (scope.get("method"), scope.get("path")) != ("POST", _RPC):
                 await self._app(scope, receive, send)
-            elif (body := await _body(receive, _LARGEST_RPC)) is None:
-                await _answer(send, 413, {"error": f"{_RPC} takes at most {_LARGEST_RPC >> 20} MiB"})
+            elif (body := await _body(receive, LARGEST_RPC)) is None:
+                await _answer(send, 413, {"error": f"{_RPC} takes at most {LARGEST_RPC >> 20} MiB"})
             elif (checked := _checked_rpc(body)) is None:
                 # Any other method may end the engine's threads, change weights behind the proofs, or run code.
                 await _answer(send, 403, {"error": f"{_RPC} calls only methods whose names begin with {_OURS}"})
@@ -135,25 +135,25 @@ class KeyGuard:
         return (mark, session.proof(call)) if is_trainer and self._calls[nonce].take(int(call)) else None
 
 
-class _Calls:
+class Calls:
     """The numbers of one session's calls. Each is taken once. They come nearly in order."""
 
     def __init__(self) -> None:
         # All numbers up to this one count as taken, and some higher ones are.
         self._all_up_to = 0
-        self._higher: set[int] = set()
+        self.higher: set[int] = set()
 
     def take(self, number: int) -> bool:
         """Take a number. Returns False if it was taken before."""
-        if number <= self._all_up_to or number in self._higher:
+        if number <= self._all_up_to or number in self.higher:
             return False
-        self._higher.add(number)
-        if len(self._higher) > _MOST_HIGHER:
+        self.higher.add(number)
+        if len(self.higher) > MOST_HIGHER:
             # A call that has not come until now never will.
-            self._all_up_to = min(self._higher) - 1
-        while self._all_up_to + 1 in self._higher:
+            self._all_up_to = min(self.higher) - 1
+        while self._all_up_to + 1 in self.higher:
             self._all_up_to += 1
-            self._higher.remove(self._all_up_to)
+            self.higher.remove(self._all_up_to)
         return True
 
 

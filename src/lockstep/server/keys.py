@@ -1,7 +1,7 @@
 """The key that trainer and server share. It is in a file that only its owner can read.
 
-`lockstep serve` makes the key when it starts, or the user gives one. The guard inside the server and every call of a trainer use
-it.
+`lockstep serve` makes the key when it starts, or the user gives one. Both the guard inside the server and every call
+of a trainer need it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lockstep import child_environment
-from lockstep.engines.http.server_calls import is_local
+from lockstep.bounded_http import is_local
 from lockstep.errors import InputError, names_path
 from lockstep.homes import expanded
 from lockstep.models.packaged import cache_dir

@@ -7,19 +7,17 @@ checks whole names.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import sys
-from typing import TYPE_CHECKING
+from typing import Any, NoReturn
 
 from lockstep.engines.vllm.arguments import told_by_vllm
+from lockstep.engines.vllm.port.server import build_server, names_of_arguments, run_server, server_parser
 from lockstep.engines.vllm.workers.environment import environment_kept
+from lockstep.engines.vllm.workers.start import check_plugin
 from lockstep.errors import InputError, one_line
 from lockstep.report.say import complain
 from lockstep.server.keys import take_key
-
-if TYPE_CHECKING:
-    from vllm.engine.arg_utils import AsyncEngineArgs
 
 # Exit code if vLLM refuses the command line.
 BAD_ARGUMENTS = 2
@@ -33,14 +31,11 @@ def main() -> None:
     """
     # vLLM starts the engine's processes from here. Only the guard in this process needs the key.
     take_key()
-    from vllm.entrypoints.launchers.api_server.entry import main as serve
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = server_parser()
     try:
-        check_whole_names(sys.argv[1:], set(parser._option_string_actions))
-        parser.error = _refuse
+        check_plugin()
+        check_whole_names(sys.argv[1:], names_of_arguments(parser))
+        parser.error = _refuse  # type: ignore[method-assign]
         given = parser.parse_args(sys.argv[1:])
         check_no_second_model(given.model_tag)
         if given.node_rank == 0:
@@ -48,28 +43,21 @@ def main() -> None:
     except InputError as error:
         complain(f"lockstep serve: {one_line(error)}")
         sys.exit(BAD_ARGUMENTS)
-    if given.node_rank == 0:
-        serve()
-    else:
-        from vllm.entrypoints.cli.serve import run_headless
-
-        # A later node only runs workers. The first node answers calls.
-        given.headless, given.api_server_count = True, 0
-        run_headless(given)
+    run_server(given)
 
 
-def check_settings(given: argparse.Namespace | AsyncEngineArgs) -> None:
+def check_settings(given: Any) -> None:
     """Let vLLM build its settings once. Otherwise it builds them only in `serve`, and a wrong value ends in a traceback.
+
+    Args:
+        given: what vLLM's parser has read, or vLLM's `AsyncEngineArgs`.
 
     Raises:
         InputError: vLLM cannot use a value.
     """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
-
     try:
         with environment_kept():
-            AsyncEngineArgs.from_cli_args(given).create_engine_config(UsageContext.OPENAI_API_SERVER)
+            build_server(given)
     except Exception as error:
         raise InputError(told_by_vllm(error)) from error
 
@@ -84,7 +72,7 @@ def check_no_second_model(found: str | None) -> None:
         raise InputError(f"unexpected {found!r}: there is one MODEL, and it comes first")
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str) -> NoReturn:
     raise InputError(message)
 
 

@@ -1,7 +1,4 @@
-"""Resources of the machine that a server needs: a reserved port, and enough open files.
-
-`cli/serve.py` and `server/supervisor.py` use it.
-"""
+"""Resources of the machine that a server needs: a reserved port, and enough open files."""
 
 from __future__ import annotations
 

@@ -30,18 +30,18 @@ from lockstep.server.machine import has_stopped_process, processes_of
 
 # Seconds between two looks at the server's process, between two health checks, and that one health check may take.
 _TICK = 0.25
-_HEALTH_EVERY = 5.0
+HEALTH_EVERY = 5.0
 _HEALTH_LIMIT = 5.0
 # A server that does not answer for this many seconds is ended, and so is one of which a process is stopped by a signal for so long.
 # The limit is long, because the server may only be busy.
 _SILENT_LIMIT = SILENT_LIMIT
 # If a server refuses connections or reports an error, its engine has ended, and the open calls will never be answered. The server
 # is killed after this many seconds of such failures.
-_FAILING_LIMIT = 3.0
+FAILING_LIMIT = 3.0
 # Bytes of the answer to a health check.
 _LARGEST_HEALTH = 1 << 16
 # Seconds that a start may take.
-_START_LIMIT = 1800.0
+START_LIMIT = 1800.0
 # Seconds between the end of a server and its next start. A start takes almost a minute, so that longer waits would save nothing.
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 5.0
 # If a server was healthy for this many seconds, the wait after its end is the first wait again.
@@ -133,7 +133,7 @@ class Supervisor:
         )
         kill_at_exit.add(self._child.pid)
         shown = ExitStack()
-        shown.enter_context(waiting("vLLM's server to be ready", _START_LIMIT))
+        shown.enter_context(waiting("vLLM's server to be ready", START_LIMIT))
         try:
             while True:
                 now = time.monotonic()
@@ -156,7 +156,7 @@ class Supervisor:
                         healthy_since = time.monotonic()
                         shown.close()
                         self._ready(healthy_since - start)
-                    next_check = now + (_HEALTH_EVERY if healthy_since and health is Health.HEALTHY else _TICK)
+                    next_check = now + (HEALTH_EVERY if healthy_since and health is Health.HEALTHY else _TICK)
                 if answers:
                     if health is Health.ENGINE_SILENT:
                         self._child.kill()
@@ -166,11 +166,11 @@ class Supervisor:
                         return _since(healthy_since), f"had a stopped process for {_SILENT_LIMIT:.0f} s"
                     if now - last_healthy > _SILENT_LIMIT:
                         return _since(healthy_since), f"did not answer for {_SILENT_LIMIT:.0f} s"
-                    if failing_since is not None and now - failing_since > _FAILING_LIMIT:
+                    if failing_since is not None and now - failing_since > FAILING_LIMIT:
                         self._child.kill()
-                        return _since(healthy_since), f"reported errors for {_FAILING_LIMIT:.0f} s"
-                if healthy_since is None and now - start > _START_LIMIT:
-                    return None, f"was not ready within {_START_LIMIT:.0f} s"
+                        return _since(healthy_since), f"reported errors for {FAILING_LIMIT:.0f} s"
+                if healthy_since is None and now - start > START_LIMIT:
+                    return None, f"was not ready within {START_LIMIT:.0f} s"
                 time.sleep(_TICK)
         finally:
             shown.close()

@@ -1,7 +1,7 @@
 """Checkpoints of sharded models, in torch's distributed format (DCP) with safetensors files: each rank writes its own parts.
 
-They load on any number of ranks, to the bit. Nothing in them is a pickle: the place of each part stands in the header of its file.
-`run/trainers/hooks/whole_checkpoints.py` calls these functions on every rank.
+They load on any number of ranks, to the bit. Nothing in them is a pickle: the place of each part stands in the header
+of its file. Every rank writes and reads its parts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Weights that FSDP2 shards (`fully_shard`), as accelerate's FSDP2 plugin would shard them.
 
-`model.py` makes it for a model. With autocast, the layers are gathered in autocast's dtype.
+There is one per model. With autocast, the layers are gathered in autocast's dtype.
 """
 
 from __future__ import annotations

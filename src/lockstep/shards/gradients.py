@@ -1,4 +1,4 @@
-"""The norm of gradients of which some are sharded, and their clipping. `run/trainers/hooks/steps.py` clips with it."""
+"""The norm of gradients of which some are sharded, and their clipping. The gradients of a step are clipped with it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ names the act that it wants to do next, the highest one is done by all, and who 
 without weight, or its part of a gather. A rank that has nothing left to do, also because it failed, votes for nothing and plays
 along until all ranks vote for nothing. A vote is one number per rank, over gloo.
 
-`model.py` registers the acts of a model. `rollouts/across_ranks/ranks.py` calls `meet` before ranks exchange data.
+The acts of a model are registered. `meet` is called before ranks exchange data.
 """
 
 from __future__ import annotations

@@ -1,9 +1,23 @@
 """Compares what a push has sent with the live model, and a merged layer with the layer and its adapter.
 
-A push and the module probe read the weights from a source (`sync/source.py`, `sync/adapters/merged.py`). If the source gave old
-weights, or merged an adapter wrongly, push, probe and engine would agree with each other. So this module reads the model without
-the source: the parameters that the forward uses and the optimizer changes, and the forward of the adapter's own layers.
-`sync/push.py` calls it before a version is committed.
+A push and the module probe read the weights from a source (`sync/source.py`). If the source
+gave old weights, or merged an adapter wrongly, push, probe and engine would agree with each other. So this module reads
+the model without the source: the parameters that the forward uses and the optimizer changes, and the forward of the
+adapter's own layers.
+
+Proof `live`.
+Shows: the optimizer trains the same parameter objects that the push reads, and the bytes that were sent are those of
+these parameters. The proof reads them a second time, by another way than the push: all tensors where the push sends
+the model's own memory; 4 drawn ones where it casts them, or where the model has an adapter. With `vllm_enable_lora`:
+what 4 drawn layers compute themselves is what the sent tensors give.
+Does not show: other tensors.
+When: every push, before the version is committed.
+
+Proof `merge`.
+Shows: a merged weight that was sent computes what the adapter's own forward computes, up to the rounding of the base
+weights: 5e-6 of the outputs in fp32, 0.08 in half precision and for 4-bit weights.
+Does not show: layers that are not drawn; in half precision, an error below that rounding.
+When: every push of a model with an adapter: 4 drawn layers, one vector or 64 ids each.
 """
 
 from __future__ import annotations
@@ -16,8 +30,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.engines.protocol import TensorSpec
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.tensors import TensorSpec, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.checkpoint_names import checkpoint_tensors

@@ -1,6 +1,6 @@
 """Functions and classes by name: `path/to/file.py:name`, or `package.module.name`.
 
-The command line names reward functions, tools and environments so. `tasks/rewards.py` adds the built-in reward functions.
+The command line names reward functions, tools and environments so. The built-in reward functions are added to them.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def _compare_here(reference: str, text: str) -> Compared:
     return Compared(str(gold), str(found) if found else UNREADABLE, score)
 
 
-class _Worker:
+class Worker:
     """A process that compares pairs. It is started at its first use."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> Any:
     return json.loads(line)
 
 
-_worker = _Worker()
+_worker = Worker()
 
 
 def _serve() -> None:

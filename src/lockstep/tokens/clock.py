@@ -1,8 +1,8 @@
 """The clock of a run's chat templates: one moment for all of them.
 
-Some templates write the date into a prompt (`strftime_now`, in transformers the clock of the machine). A run would then get other
-prompts after midnight, on another rank, in a later turn, or when it is resumed. Therefore all templates of a run read one moment.
-The trainer gives it to the config (`run/files/run_clock.py`), and the config gives it to the templates.
+Some templates write the date into a prompt (`strftime_now`, in transformers the clock of the machine). A run would
+then get other prompts after midnight, on another rank, in a later turn, or when it is resumed. Therefore all templates
+of a run read one moment. The trainer gives it to the config, and the config gives it to the templates.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A digest of names and arrays, for proofs that two programs have the same values.
 
-`rollouts/seal.py` computes the digest of what was sampled, and `watch/custody.py` that of what a loss uses. The digest is
-xxh3-128. It costs about as much as reading the memory once. It finds faults, but it does not protect against forgery.
+The digest of what was sampled is compared with that of what a loss uses. The digest is xxh3-128. It costs about as
+much as reading the memory once. It finds faults, but it does not protect against forgery.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Bounds of JSON that others have written: a client of the gateway, or the model in a tool call.
 
-Python's own reader takes values that fail later, in a chat template, in a file or in an answer. `gateway/` and
-`tokens/conversation/tool_formats.py` use these checks.
+Python's own reader takes values that fail later, in a chat template, in a file or in an answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Puts the ids of pictures into the ids of a conversation. These ids come from the picture, not from the tokenizer.
 
-`images/` makes the pictures. A message contains a picture as the part `{"type": "image", "picture": …}`. The chat template writes
-one placeholder for it. `tokens/conversation/template.py` calls this module, which replaces the placeholder by the picture's ids.
+`images/` makes the pictures. A message contains a picture as the part `{"type": "image", "picture": …}`. The chat
+template writes one placeholder for it. This module replaces the placeholder by the picture's ids.
 """
 
 from __future__ import annotations

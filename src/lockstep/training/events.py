@@ -1,7 +1,7 @@
 """All that the loop, the forwards and the backwards know of proofs: the events of a run, and one question.
 
-A run has one `Watch` (`watch/run.py`). There is none by default and no switch. An event is called when something has
-happened, or just before. A proof that fails raises `ProofError` there, and what would follow does not happen.
+A run has one `Watch`. There is none by default and no switch. An event is called when something has happened, or just
+before. A proof that fails raises `ProofError` there, and what would follow does not happen.
 
 | when | event |
 |------|-------|

@@ -1,8 +1,8 @@
 """The memory of a run: counted before the model is loaded, said in one line, and refused where it cannot fit.
 
-The shapes come from the model's config: the same classes that load the policy make it without memory (device `meta`). Weights,
-gradients, moments, reference and engine are exact counts of bytes. Activations are an estimate. `run/trainers/online.py` calls
-`check_memory`. `docs/internals/training.md` says what is counted, and what is not.
+The shapes come from the model's config: the same classes that load the policy make it without memory (device `meta`).
+Weights, gradients, moments, reference and engine are exact counts of bytes. Activations are an estimate.
+`docs/internals/training.md` says what is counted, and what is not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, Trainer
 
-from lockstep.engines.adapters.in_process import adapter_arguments
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.arguments import cpu_cache_bytes, usual_sequences
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError

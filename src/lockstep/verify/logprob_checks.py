@@ -10,9 +10,10 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion, Sampling
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.protocol import Completion
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
+from lockstep.contract.tensors import dtype_name
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.report.phases import PhaseClock
@@ -51,10 +52,10 @@ def semantics(stage: Stage) -> list[Row]:
         "T = 1, min-p 0.05": Sampling(tokens, min_p=0.05),
     }
     with _as_exact_as_possible(stage) as is_exact:
-        rows = [_semantics_row(stage, name, Distribution(sampling), is_exact) for name, sampling in cases.items()]
+        rows = [semantics_row(stage, name, Distribution(sampling), is_exact) for name, sampling in cases.items()]
         own = stage.trainer.proofs.distribution
         if replace(own.sampling, stop=(), max_kept_ids=Sampling(1).max_kept_ids) != stage.sampling():
-            rows.append(_semantics_row(stage, "the run's own settings", own, is_exact))
+            rows.append(semantics_row(stage, "the run's own settings", own, is_exact))
     return rows
 
 
@@ -83,7 +84,7 @@ def _limit(stage: Stage, trainer: torch.dtype, *, is_exact: bool) -> Tolerance:
     return tolerance(stage.trainer.proofs.engine_dtype, trainer) if is_exact else stage.trainer.proofs.limit
 
 
-def _semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact: bool) -> Row:
+def semantics_row(stage: Stage, name: str, distribution: Distribution, is_exact: bool) -> Row:
     """The row of one distribution. Tokens are scored among the engine's kept ids, as in training, and each set is compared.
 
     Args:

@@ -1,7 +1,4 @@
-"""`lockstep verify`: runs every proof in turn. A failure is a row and does not end the run.
-
-`verify/stage.py` gives the stage, and `cli/verify.py` prints the rows.
-"""
+"""`lockstep verify`: runs every proof in turn. A failure is a row and does not end the run."""
 
 from __future__ import annotations
 

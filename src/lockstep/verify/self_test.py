@@ -88,7 +88,7 @@ _STEPS = 3
 _TOKENS, _MOST_STEPS = 3 * PooledGap.enough, 40
 # The learning rates that runs may have. The first one is taken that moves the policy's log-probs by this many times the limit on
 # the mean gap, from when a fault begins to the end of the run. Else older weights give the same log-probs, up to rounding.
-_RATES, _VISIBLE = (1e-3, 3e-3, 1e-2, 3e-2), 12
+RATES, _VISIBLE = (1e-3, 3e-3, 1e-2, 3e-2), 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +180,13 @@ def run_in_runs(
         open_with: gives the stage; its weights are restored after each run.
         faults: None: those of `faults_of_runs`.
     """
-    for rate in _RATES:
+    for rate in RATES:
         progress(f"{way.name}: nothing injected, at a learning rate of {rate:g}")
         with open_with({**way.changes, "learning_rate": rate}) as stage:
             control = _verdict(stage, _CONTROL, partial(_in_a_run, way), way.name)
             if not (control.caught_by or control.error):
                 times = control.moved / stage.trainer.proofs.limit.mean
-                if times < _VISIBLE and rate < _RATES[-1]:
+                if times < _VISIBLE and rate < RATES[-1]:
                     continue
                 moved = f"{control.moved:.2g} nats on average, {times:.2g} times the limit on a gap"
                 control = replace(control, message=f"the policy moved by {moved} (learning rate {rate:g})")

@@ -20,8 +20,9 @@ from PIL import Image
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, Engine, Sampling
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, Engine
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.files import temporary_folder
 from lockstep.model_files import load_files

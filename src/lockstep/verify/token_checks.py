@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling, request_seed
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey, request_seed
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.tensors import dtype_name
 from lockstep.rollouts.group import Prompt
 from lockstep.run.engine import shake_hands
 from lockstep.tokens.arrays import whole_numbers

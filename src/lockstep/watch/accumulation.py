@@ -1,7 +1,12 @@
 """Proof that a step's gradient is the sum of what its backward passes add: nothing is left over, and nothing is cleared.
 
-A hook on some drawn parameters keeps what each backward adds at drawn elements. `run/loop.py` begins the proof before the
-first micro-batch of a step and ends it when the gradients are summed over all ranks.
+A hook on some drawn parameters keeps what each backward adds at drawn elements.
+
+Proof `accumulation`.
+Shows: before the first backward no gradient is left; at the end, the gradient of drawn elements is the sum of what
+the backward passes of all ranks have added.
+Does not show: other elements; that what a backward adds is right.
+When: every step; the critic, and so many tensors in turn (at least 32) that each is compared within 10 steps.
 """
 
 from __future__ import annotations

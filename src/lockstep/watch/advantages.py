@@ -1,7 +1,13 @@
 """Proof of advantages and weights: what enters the loss is what the method's definition makes of the scores.
 
-`watch/advantages.py` gives the scored completions of a generation. The expected values stand in `definitions/`.
-`training/step/update.py` compares every sequence and every pack with them before its backward.
+The expected values stand in `definitions/`.
+
+Proof `rewards`, `advantages`.
+Shows: the reward of every completion is the sum of its scores with the user's weights; the advantage and the weight
+of every token that enters the loss are what a second implementation in float64 makes of these rewards.
+Does not show: that a reward function scored the right text (`scores` shows this); objectives of your own are not
+compared.
+When: every micro-batch, before its loss.
 """
 
 from __future__ import annotations
@@ -330,7 +336,7 @@ def check_batch(proof: AdvantageProof, batch: TokenBatch) -> None:
     """Compare a pack just before its loss.
 
     Raises:
-        ProofError: as in `AdvantageProof.check`.
+        ProofError: a sequence is of no completion of the generation, or brings something else.
     """
     both = torch.stack([batch.advantages.detach(), batch.weights.detach()]).cpu().numpy()
     proof.check([s.name for s in batch.sequences], [s.length for s in batch.sequences], both[0], both[1])
@@ -340,7 +346,7 @@ def check_still(proof: AdvantageProof, sequences: Sequence[TrainingSequence]) ->
     """Compare sequences that have no gradient.
 
     Raises:
-        ProofError: as in `AdvantageProof.check`.
+        ProofError: a sequence is of no completion of the generation, or brings something else.
     """
     for s in sequences:
         proof.check([s.name], [s.length], s.advantages, np.full(s.length, s.weight))

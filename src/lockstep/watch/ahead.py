@@ -1,15 +1,26 @@
 """Proofs of tokens that are older than the weights that learn from them (`max_staleness`).
 
-Most of these tokens are never compared by the gap of their own step, because the weights that sampled them are gone by then. So a
-minimum of tokens of every generation is compared at two other times:
+Most of these tokens are never compared by the gap of their own step, because the weights that sampled them are gone by
+then. So a minimum of tokens of every generation is compared at two other times: when they are used, and before the
+weights that sampled them change. The first shows that both sides give these tokens the same log-probs now, the second
+that they did when the tokens were sampled. The canary is scored with the first.
 
-- When a generation is used, the engine scores drawn completions of it again, with the current weights and without its caches. The
-  trainer scores them with a plain forward of the same weights. Both must agree.
-- Before the policy changes, the trainer scores drawn completions of *later* generations, which the current weights have sampled.
-  Their log-probs must be those that the engine reported.
+Proof `staleness`.
+Shows: no token is more than `max_staleness` versions older than the policy.
+When: every generation.
 
-The first shows that both sides give these tokens the same log-probs now, the second that they did when the tokens were sampled. The
-canary is scored with the first. `watch/engine.py` owns this object.
+Proof asked again (`gap`).
+Shows: the engine, asked again with the current weights and without its caches, gives drawn completions of the
+generation the log-probs of the trainer's plain forward.
+Does not show: that the log-probs reported at sampling were right (the completions compared ahead show this).
+When: with `max_staleness`, every generation: 256 tokens, or all.
+
+Proof compared ahead (`gap`).
+Shows: drawn completions of later generations have the log-probs that the engine reported, under the weights that have
+sampled them.
+Does not show: a wrong token that is not drawn; with a server, completions that end between the last comparison and
+the next push.
+When: with `max_staleness`, before every change of the policy: 256 tokens per generation, or all.
 """
 
 from __future__ import annotations
@@ -23,12 +34,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.http.call_loop import Pending
+from lockstep.contract.protocol import Completion, Engine
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, Engine, Sampling
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
+from lockstep.threads import Pending
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.canary import canary_gap, canary_sequences, check_canary

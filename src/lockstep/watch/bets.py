@@ -1,9 +1,9 @@
 """Bets against the claim that every token was drawn from the distribution that the engine reported.
 
-`watch/draws.py` places them on every sampled token. A bet is a distribution r over the vocabulary that a faulty engine
-might sample from. It is made from the trainer's own distribution p of the token. The token pays r(token) ÷ q(token), with q the
-probability that the engine reported. If the engine drew from q, the mean pay is Σ r = 1, whatever r is: no rounding of the trainer
-can make the bet unfair. If it drew from something that resembles r, the pay grows from token to token.
+They are placed on every sampled token. A bet is a distribution r over the vocabulary that a faulty engine might sample
+from. It is made from the trainer's own distribution p of the token. The token pays r(token) ÷ q(token), with q the
+probability that the engine reported. If the engine drew from q, the mean pay is Σ r = 1, whatever r is: no rounding of
+the trainer can make the bet unfair. If it drew from something that resembles r, the pay grows from token to token.
 """
 
 from __future__ import annotations

@@ -2,6 +2,12 @@
 
 The log-probs come from `Engine.score`, which uses no cache, and from the trainer's plain forward. The canary needs no
 rollouts. So it can run before the first rollout is sampled, and it stands in for rollouts that are older than the weights.
+
+Proof canary (`gap`).
+Shows: both sides give four fixed sequences the same log-probs, by another path than sampling.
+Does not show: that sampled tokens agree.
+When: before the first sample, an evaluation included; with `max_staleness` also every generation, before the
+optimizer step.
 """
 
 from __future__ import annotations
@@ -12,7 +18,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.protocol import ProbedEngine, Sampling
+from lockstep.contract.protocol import ProbedEngine
+from lockstep.contract.sampling import Sampling
 from lockstep.models.autocast import Precision
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.gap import GapStats, measure_gap

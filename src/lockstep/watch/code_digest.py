@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.engines.tensor_specs import tensor_digest
+from lockstep.contract.tensors import tensor_digest
 from lockstep.tokens.digest import digest_of
 from lockstep.watch.own_files import OwnFiles, changed_names, changes_in_place
 from lockstep.watch.receipt import text_digest

@@ -1,8 +1,16 @@
 """Proof that what is learned is what was sampled: the tensors of a loss hold the ids and log-probs of the engine's answers.
 
-Each rollout has a seal from the moment at which the engine's last answer was in (`rollouts/seal.py`). `watch/custody.py`
-gives the seals of a generation, and the tensors of every pack before its loss. The ids that a model reads are taken from the pack
-itself: from its nodes and from who sees whom.
+Each rollout has a seal from the moment at which the engine's last answer was in (`rollouts/seal.py`). The ids that a
+model reads are taken from the pack itself: from its nodes and from who sees whom.
+
+Proof `learned`.
+Shows: the ids, places, contexts and log-probs in the tensors of every loss are those of the engine's answer, by a
+digest that each rollout carries from its last answer through other ranks and reward functions (exact); its text and
+its row are those with which it was sealed; every micro-batch learns from its own completions, once; the old log-probs
+are those that the scoring pass recorded, or those of the loss's own forward where there was none (exact).
+Does not show: that the answer itself belongs to its prompt (`gap`), and its text to its ids (`rows`); kept ids; what
+a user's objective takes from elsewhere.
+When: every micro-batch of every step, before its loss.
 """
 
 from __future__ import annotations
@@ -157,7 +165,7 @@ class SampledTokens:
             old_logps: (N,) log-probs from before the first step; None: there are none.
 
         Raises:
-            ProofError: as in `check`.
+            ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
         """
         due = self._due(name)
         self._same(due, ids == due.ids, "ids, or the ids before them,")
@@ -235,7 +243,7 @@ def check_entering(proof: SampledTokens, batch: TokenBatch) -> None:
     """Compare a pack just before its loss.
 
     Raises:
-        ProofError: as in `SampledTokens.check`.
+        ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
     """
     pack = batch.pack
     logps = batch.behaviour_logps, batch.old_logps, batch.logps
@@ -264,7 +272,7 @@ def check_aside(proof: SampledTokens, sequences: Sequence[TrainingSequence]) -> 
     """Compare sequences that were scored before the first step and have no gradient.
 
     Raises:
-        ProofError: as in `SampledTokens.check`.
+        ProofError: the ids, their places, the engine's log-probs or the old log-probs are others.
     """
     for s in sequences:
         places = np.arange(len(s.path), dtype=np.int64)

@@ -12,8 +12,15 @@ any length (Ville's inequality). Why the mean is 1:
   them because of their rewards, and tokens that are chosen by a reward may be likelier or rarer than their log-probs say.
 - A generation of which nothing is drawn leaves the evidence as it is.
 
-The forward of the step gives the sums (`training/step/update_sums.py`), `watch/engine.py` adds them up over the
-run, and the receipt keeps the evidence, with which a resumed run goes on.
+The evidence is of the whole run: the receipt keeps it, and a resumed run goes on with it.
+
+Proof `draws`.
+Shows: every token was drawn from the distribution whose log-prob the engine reported: no other temperature, no cut
+tail, no better one of two (docs/internals/proof.md#draws).
+Does not show: a fault that is smaller than the tokens of the run can show; a choice between samples that looks at
+nothing but a reward; what a `rollout_func` returned.
+When: every step that has drawn rollouts (docs/internals/proof.md#groups-without-a-gradient), before the optimizer:
+every token of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """The ends proof: every answer ended where its request says that it ends, and for the reason that the engine gives.
 
-`stop` means that an end token or a stop string comes last and none came before. `length` means that the request's limit is reached.
-The driver's inbox calls the check for each answer (`engines/inbox.py`). It reads the ids of the answer, never the engine's word.
+Proof `ends`.
+Shows: `stop` means that an end token or a stop string comes last and none came before; `length` means that the limit
+of the request is reached; read from ids.
+Does not show: an end that the model would have sampled later; answers that a `rollout_func` made.
+When: every request.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import Ids, joined
 

@@ -1,18 +1,15 @@
-"""The proofs of a training run, in the order in which a step meets them, and the receipt that they leave.
+"""The watch of an engine: the proofs of its pushes and answers, and the receipt that all proofs leave.
 
 | when | proofs |
 |------|--------|
-| start, before anything is sampled (an evaluation too) | engine settings, one push with a probe of every module, the canary |
-| every push | transport digest, acknowledgement, cache reset, version, a probe of some modules |
-| every answer | its request is what the user has asked for; it ended where its request says, for the reason that the engine gives |
-| every generation | no two requests have one seed; the samples of a group are independent draws, together and in pairs |
-| every generation, with filters | kept ids are those of the run's filters, at drawn tokens |
-| every optimizer step, before the optimizer | the parity gap over all sampled tokens; the tokens are draws from what was reported |
-| every evaluation | the same, over drawn completions |
+| start, before anything is sampled (an evaluation too) | one push with a probe of every module, and the canary |
+| every push | those of `watch/push.py` |
+| every answer | `settings`, `limits`, `ends` |
+| every generation | `samples`, `limits`, `interruption` |
+| every generation, with `max_staleness` | `staleness`; drawn tokens are asked again, and compared ahead (`watch/ahead.py`) |
+| every optimizer step, before the optimizer; every evaluation | `gap`, `draws`, `kept_ids` (the mean) |
 
-With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not, and staleness
-is bounded. `watch/ahead.py` proves the others. The checks themselves are in `watch/`. Trainers and `lockstep
-verify` call them through this module.
+With `max_staleness`, some tokens are older than the trainer's weights. The gap is then over the tokens that are not.
 """
 
 from __future__ import annotations
@@ -25,8 +22,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.contract.protocol import Completion, Engine, GenerationRequest
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, Engine, GenerationRequest, Sampling
 from lockstep.errors import InputError
 from lockstep.report.alarms import LINE, Alarm, Alarms
 from lockstep.report.busy import busy
@@ -95,22 +93,22 @@ class Proofs:
         self._clock = clock
         self.engine_dtype = config.engine_torch_dtype
         self.precision = config.precision
-        self._pusher = self._pusher_to(engine)
+        self.pusher = self._pusher_to(engine)
         self._receipt: Receipt | None = None
         # The gaps of generations, and those of evaluations.
-        self._pool, self._evaluated_pool = PooledGap(), PooledGap()
-        self._tail = GapTail(self.limit)
+        self.pool, self._evaluated_pool = PooledGap(), PooledGap()
+        self.tail = GapTail(self.limit)
         # Of this generation, and of the last one whose means were judged.
         self._judged = self._last_judged = JudgedGap(GapStats(), self.limit)
         rules = IdRules.of_run(sampling, model, tokenizer)
         self.distribution = rules.distribution
         self._ahead = ProofsAhead(model, engine, self.distribution, self.precision, config.seed)
-        self._explained = ExplainedGap(
+        self.explained = ExplainedGap(
             model,
             engine,
             self.distribution,
             self.precision,
-            lambda: self._pusher.module_probe,
+            lambda: self.pusher.module_probe,
             stale_by_design=config.max_staleness > 0,
         )
         self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer, special=True))
@@ -135,31 +133,31 @@ class Proofs:
     @property
     def limit(self) -> Tolerance:
         """The limits on the gap of the canary. With an engine in 8 bits they are known after the first canary."""
-        return self._pusher.limit
+        return self.pusher.limit
 
     @property
     def quantisation(self) -> QuantisationError | None:
         """What it changes that the engine holds the weights in 8 bits; None: it does not."""
-        return self._pusher.quantisation
+        return self.pusher.quantisation
 
     @property
     def limit_of_tokens(self) -> Tolerance:
         """The limits on the mean gap of sampled tokens."""
-        return self._pusher.limit_of_tokens
+        return self.pusher.limit_of_tokens
 
     @property
     def probe(self) -> ModuleProbe:
         """The probe of the engine's modules."""
-        return self._pusher.module_probe
+        return self.pusher.module_probe
 
     def distrust(self) -> None:
         """Probe every module after the next push, because the engine was lost and may be another one now."""
-        self._pusher.distrust()
+        self.pusher.distrust()
         self._ahead.forget()
 
     def forget_evidence(self) -> None:
         """Forget the tokens of earlier steps and evaluations, so that they do not count in later judgements."""
-        self._pool, self._evaluated_pool, self._tail = PooledGap(), PooledGap(), GapTail(self.limit)
+        self.pool, self._evaluated_pool, self.tail = PooledGap(), PooledGap(), GapTail(self.limit)
         self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
         self._evaluated = DrawEvidence()
         self._ahead.forget_tokens()
@@ -176,14 +174,14 @@ class Proofs:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
-        self._tail, self._pool = GapTail(self.limit), PooledGap()
+        self.tail, self.pool = GapTail(self.limit), PooledGap()
         self._ahead.forget_tokens()
         self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
         for entry in self._receipt.entries:
             if "draws" in entry:
                 self._draws = DrawEvidence.of(entry["draws"])
-                self._pool = PooledGap(GapStats(**entry.get("waiting", {})))
-            self._tail.passed(
+                self.pool = PooledGap(GapStats(**entry.get("waiting", {})))
+            self.tail.passed(
                 GapStats(
                     sum_cubes=entry.get("sum_cubes", 0.0),
                     sum_fourths=entry.get("sum_fourths", 0.0),
@@ -198,7 +196,7 @@ class Proofs:
             "inputs": inputs,
             **servers,
         }
-        self._receipt.append(start_line(step, self._pusher, self._engine.settings(), more))
+        self._receipt.append(start_line(step, self.pusher, self._engine.settings(), more))
 
     def prove_engine(self, version: int) -> PushProof:
         """Push the weights, probe every module and score the canary. This comes before the engine samples anything.
@@ -206,10 +204,10 @@ class Proofs:
         Raises:
             ProofError: the push, a module or the canary fails.
         """
-        self._pusher.distrust()
-        proof = self._pusher.push(version, canary=True)
-        self._pusher.sample_canary(self.distribution, version)
-        self._tail.outer = self._pusher.limit_of_tokens
+        self.pusher.distrust()
+        proof = self.pusher.push(version, canary=True)
+        self.pusher.sample_canary(self.distribution, version)
+        self.tail.outer = self.pusher.limit_of_tokens
         return proof
 
     def prove_joining(self, engine: Engine, version: int) -> PushProof:
@@ -289,7 +287,7 @@ class Proofs:
             ProofError: the engine did not receive, load or commit the weights, or computes with others.
         """
         # An engine that slept has new memory: the canary asks it as a whole, before it samples.
-        return self._pusher.push(version, every_module=every_module, canary=self._config.engine_sleeps).probe
+        return self.pusher.push(version, every_module=every_module, canary=self._config.engine_sleeps).probe
 
     @property
     def canary_is_due(self) -> bool:
@@ -324,7 +322,7 @@ class Proofs:
             ProofError: the gap is over a limit; the error says where it comes from.
         """
         with self._clock.phase("verify"):
-            for gap, completions in self._ahead.check_begun(begun, version, self._tail.limit):
+            for gap, completions in self._ahead.check_begun(begun, version, self.tail.limit):
                 self._check_limits(gap, completions, version)
 
     def check_answer(self, request: GenerationRequest, answer: Completion) -> None:
@@ -384,20 +382,20 @@ class Proofs:
         with self._clock.phase("verify"):
             check_count(gap, sampled, version)
             if gap.tokens:
-                self._measure_quantisation(completions, version)
-            limit = self._tail.limit
+                self.measure_quantisation(completions, version)
+            limit = self.tail.limit
             pools = self._config.max_staleness or limit.is_coarse
             # Some generations are judged twice, with the same tokens. The pool gets them once, and sets are compared once.
             again, self._judged_version = version == self._judged_version, version
-            pool = PooledGap() if again else self._pool
+            pool = PooledGap() if again else self.pool
             judged = pool.add(gap, limit) if pools else gap
             self._check_limits(judged, completions, version)
             if not again:
-                self._judged = JudgedGap(judged, self._tail.limit)
+                self._judged = JudgedGap(judged, self.tail.limit)
                 self._last_judged = self._judged if judged.tokens else self._last_judged
             if kept_sets.tokens or not again:
                 self.kept_sets = kept_sets
-            kept_sets.check_mean(self.distribution.sampling, self._tail.limit)
+            kept_sets.check_mean(self.distribution.sampling, self.tail.limit)
 
     def check_evaluation(
         self,
@@ -413,11 +411,12 @@ class Proofs:
             gap, draws, kept_sets: over their tokens.
 
         Raises:
-            ProofError: as in `check_gap` and `check_draws`.
+            ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from the distributions whose
+                log-probs were reported.
         """
         with self._clock.phase("verify"):
             check_count(gap, sum(len(c.sampled_places) for c in completions), version)
-            limit = self._tail.limit
+            limit = self.tail.limit
             judged = self._evaluated_pool.add(gap, limit) if limit.is_coarse else gap
             self._check_limits(judged, completions, version)
             kept_sets.check_mean(self.distribution.sampling, limit)
@@ -431,19 +430,19 @@ class Proofs:
         return self._last_judged.figures()
 
     def _check_limits(self, gap: GapStats, completions: Sequence[Completion], version: int) -> None:
-        if over_limits(gap, self._tail.limit):
+        if over_limits(gap, self.tail.limit):
             # The limits of an engine in 8 bits are those of other tokens, unless these tokens were measured.
-            self._measure_quantisation(sorted(completions, key=lambda c: str(c.key) != gap.worst), version, always=True)
-        limit = self._tail.limit
+            self.measure_quantisation(sorted(completions, key=lambda c: str(c.key) != gap.worst), version, always=True)
+        limit = self.tail.limit
         if over_limits(gap, limit):
-            raise self._explained.error(gap, limit, completions, version)
+            raise self.explained.error(gap, limit, completions, version)
 
-    def _measure_quantisation(self, completions: Sequence[Completion], version: int, *, always: bool = False) -> None:
+    def measure_quantisation(self, completions: Sequence[Completion], version: int, *, always: bool = False) -> None:
         """Measure what an engine in 8 bits changes on these tokens, if it is due or `always`, and set the limits that follow."""
-        found = self._pusher.quantisation
+        found = self.pusher.quantisation
         if found is not None and (always or found.is_due(version)):
             found.measure(completions, version, self.distribution, regular=not always)
-        self._tail.outer = self._pusher.limit_of_tokens
+        self.tail.outer = self.pusher.limit_of_tokens
 
     def check_draws(self, draws: DrawStats, version: int) -> None:
         """Bet on a generation's tokens. Further calls for the same version do nothing.
@@ -459,9 +458,9 @@ class Proofs:
     def metrics(self) -> dict[str, float]:
         """Metrics of the last push, and of the last generation's proofs."""
         kept = self.kept_sets.metrics() if self.distribution.sampling.is_filtered else {}
-        pushed = {} if self._pusher.proof is None else self._pusher.proof.push.metrics()
-        if self._pusher.quantisation is not None:
-            pushed |= self._pusher.quantisation.metrics()
+        pushed = {} if self.pusher.proof is None else self.pusher.proof.push.metrics()
+        if self.pusher.quantisation is not None:
+            pushed |= self.pusher.quantisation.metrics()
         judged = self._judged.metrics()
         return pushed | kept | judged | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
 
@@ -480,9 +479,9 @@ class Proofs:
             **self._of_staleness(sampled - aside - gap.tokens),
             "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
         }
-        line = step_line(step, version, self._pusher, gap, self._tail.limit, self._judged, self._pool.waiting, more)
+        line = step_line(step, version, self.pusher, gap, self.tail.limit, self._judged, self.pool.waiting, more)
         self._receipt.append(line)
-        self._tail.passed(gap)
+        self.tail.passed(gap)
 
     def _of_staleness(self, stale: int) -> dict[str, Any]:
         """The receipt's fields about stale tokens; empty for a run that has none."""

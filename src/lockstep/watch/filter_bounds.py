@@ -1,8 +1,9 @@
 """Which ids min-p, top-k and top-p keep, within the rounding of the logits: ids that are surely kept, and ids that may be kept.
 
-Engine and trainer compute logits that differ by rounding. Therefore an id at the edge of a set may be in one set and not in the
-other. `watch/kept_sets.py` compares an engine's set with these bounds. The order of the filters is that of
-`engines/filters/sampling.py`. Every filter keeps the likeliest ids. Therefore two edges describe what it does for any rounding.
+Engine and trainer compute logits that differ by rounding. Therefore an id at the edge of a set may be in one set and
+not in the other. An engine's set is compared with these bounds. The order of the filters is that of
+`contract/filters.py`. Every filter keeps the likeliest ids. Therefore two edges describe what it does for any
+rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep.engines.filters.distribution import Sampling
+from lockstep.contract.sampling import Sampling
 
 # How near vLLM's kernels for GPUs come to the edge of top-p (`vllm.v1.sample.ops.topk_topp_triton`). They do not sort. For at most
 # 64 rows a ladder of 8 pivots divides the log-probs from the lowest, which is at least that of 1e-30, to the highest five times.

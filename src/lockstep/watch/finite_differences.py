@@ -1,8 +1,8 @@
 """Proof of the model's own backward: the gradient that it gives is the slope of a plain forward along drawn directions.
 
-`watch/model_gradient.py` lets the trainer's own forward and backward compute the gradient of a drawn sum of scores, and
-gives what a drawn part of a real step adds to the gradients. The same sum is computed here by `plain_scores` in float64 or float32,
-with the weights moved a little forth and back along a direction. Nothing of autograd takes part in that.
+The trainer's own forward and backward compute the gradient of a drawn sum of scores, and what a drawn part of a real
+step adds to the gradients. The same sum is computed here by `plain_scores` in float64 or float32, with the weights
+moved a little forth and back along a direction. Nothing of autograd takes part in that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.to_device import on_host, sent
 from lockstep.watch.in_float64 import Move, Widened

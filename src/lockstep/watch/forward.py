@@ -1,8 +1,14 @@
 """Proof of the forward that the loss is computed from, at every step of a generation.
 
-At a generation's first step the policy is the one that scored the tokens before, so every log-prob must be the same again. At
-later steps the policy has moved. Then one drawn completion is scored by a plain forward with the weights of that step, under the
-run's sampling distribution, without packing and shared prefixes.
+At a generation's first step the policy is the one that scored the tokens before. At later steps it has moved. The plain
+forward is under the run's sampling distribution, without packing and shared prefixes.
+
+Proof `forward`.
+Shows: at a generation's first step, every log-prob in the loss is that of the scoring pass; at later steps, and in
+generations with stale tokens, those of one drawn completion per rank are those of a plain forward with the weights of
+that step.
+Does not show: at later steps, a fault in completions that are not drawn.
+When: every step that the gap does not cover completely.
 """
 
 from __future__ import annotations
@@ -15,8 +21,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.training.methods.objective import TokenBatch

@@ -2,6 +2,15 @@
 
 It is computed from completions (behaviour log-probs) and from the policy's forward in `training/`. The optimizer step is
 taken only if the gap is within its limits. The gap goes into the receipt.
+
+Proof `gap`.
+Shows: the policy gives every token that it learns from, and every token of the drawn rollouts, the log-prob that the
+engine reported, and no such token is missing; with `max_staleness`, this holds for every token that the current
+weights have sampled (docs/reference/methods.md#generations-ahead).
+Does not show: a difference below rounding (`version` detects a sync that was skipped); tokens without a gradient in
+rollouts that were not drawn (docs/internals/proof.md#groups-without-a-gradient); in half precision, a wrong mean in
+fewer than 256 tokens.
+When: every step, before the optimizer; in half precision the means once 256 tokens have come together.
 """
 
 from __future__ import annotations
@@ -230,7 +239,7 @@ class PooledGap:
 
 
 def gap_error(stats: GapStats, limit: Tolerance, version: int, parts: str, cause: str, fix: str) -> ProofError:
-    """The error for a gap over its limits. `parts`, `cause` and `fix` come from `watch/gap_explained.py`."""
+    """The error for a gap over its limits. `parts`, `cause` and `fix` explain the gap."""
     return ProofError(
         "gap",
         f"at version {version}, over {stats.tokens} sampled tokens: {', '.join(over_limits(stats, limit))} nats "

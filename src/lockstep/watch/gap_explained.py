@@ -1,7 +1,6 @@
 """The error of a parity gap that is over a limit: where the gap comes from, and which server's answers have it.
 
-Comes from: `watch/engine.py`, when a gap is over a limit. Gives back: the error, which ends the run. The trainer
-scores a few completions again in other ways (`watch/gap_explained.py`).
+The error ends the run. The trainer scores a few completions again in other ways.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.scored_as import Distribution
+from lockstep.contract.protocol import Completion, Engine, ProbedEngine
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.protocol import Completion, Engine, ProbedEngine, Sampling
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import Precision

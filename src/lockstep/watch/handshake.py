@@ -1,6 +1,13 @@
 """The settings handshake: compares the engine's actual settings with the settings that training assumes.
 
-The settings come from `Engine.settings()`. The handshake runs at start, before the first push, and after every reconnect.
+The settings come from `Engine.settings()`.
+
+Proof `handshake`.
+Shows: the engine's *effective* model, architecture, dtype, head dtype, vocabulary, context, log-probs mode,
+scheduling, quantisation and sampling defaults are what training assumes; two spellings of one setting are one (a
+window of 0 and none, a rotary factor of 1.0 and none).
+Does not show: that the engine obeys its own settings.
+When: start, before the first push; after every reconnect.
 """
 
 from __future__ import annotations
@@ -12,10 +19,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.model_fields import fields_of_parts, one_spelling
-from lockstep.engines.protocol import EngineSettings, Sampling
+from lockstep.contract.inbox import check_limits
+from lockstep.contract.model_fields import fields_of_parts, one_spelling
+from lockstep.contract.protocol import EngineSettings
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND
-from lockstep.engines.vllm.limits import check_limits
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model
 from lockstep.tokens.tokenizer import embedding_rows
@@ -27,7 +35,7 @@ class ExpectedSettings:
 
     Attributes:
         model: the path or id that both programs loaded; None if the engine's machine may use another name.
-        model_config: fields of the trained model's config (`engines/model_fields.py`).
+        model_config: fields of the trained model's config (`contract/model_fields.py`).
         sampling: the distribution that the engine must sample from; None if any engine can.
         pictures: whether requests will have pictures, whose pixels the trainer has normalised.
         quantization: vLLM's name of the scheme in which the engine must hold the weights in 8 bits; None: it may hold none in it.

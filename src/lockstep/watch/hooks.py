@@ -1,7 +1,12 @@
 """Proof that nothing new stands in the way of the model's forward and backward: hooks, forwards and attention functions.
 
-`run/loop.py` notes them when training begins and compares at every step. What stands there at the beginning, and what a
-callback of the user's changes, is taken and noted. The hooks of Lockstep and of a trainer's libraries are left out.
+Proof `hooks`.
+Shows: no hook of a module, a parameter or all modules, no forward, no attention function and no backward of the
+trainer has appeared or was replaced since training began. What was there at the beginning, and what a callback has
+changed, is taken, and the receipt names it.
+Does not show: hooks of Lockstep, transformers, accelerate, peft, DeepSpeed and bitsandbytes; hooks of autograd's
+nodes, and code inside a function that stays the same (`model_gradient` shows what they do).
+When: every step: before its first forward, and before the optimizer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs a model's forward in float64 or float32, with weights that are moved a little, and without changing the model.
 
-`watch/finite_differences.py` uses it. A weight is widened when an operation reads it, so that only a few wide weights
-exist at a time, and the live weights stay as they are.
+A weight is widened when an operation reads it, so that only a few wide weights exist at a time, and the live weights
+stay as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The proof of a run's inputs: its data, reward functions, settings and model files are those with which it began.
 
-A run writes their digests into the receipt's first line (`watch/engine.py`). A resumed run compares them before
-it loads anything (`run/trainers/hooks/whole_checkpoints.py`).
+A run writes their digests into the receipt's first line (`watch/engine.py`). A resumed run compares them before it
+loads anything.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def changed_inputs(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[s
     """What of a run's data, code and model differs from the start before, in words.
 
     Args:
-        earlier, now: what `run/files/run_identity.py` has made of a run's inputs. An older Lockstep has digested code in
+        earlier, now: the inputs of a run, as its receipt has them. An older Lockstep has digested code in
             another way, and no model.
     """
     changed = changed_digests(earlier["data"], now["data"])

@@ -1,13 +1,18 @@
 """Compares the ids that an engine's filters kept with the trainer's own filters, at drawn tokens.
 
-`watch/rows_of_logits.py` uses it at the forward that proves a generation's tokens, before the policy moves. The trainer scores
-sampled tokens among the engine's kept ids. Therefore the parity gap does not see a filter that the engine applies wrongly or not at
-all, and this proof does. The whole logits come from the hidden states of that forward, and `watch/filter_bounds.py` says
-what the filters keep.
+The trainer scores sampled tokens among the engine's kept ids. Therefore the parity gap does not see a filter that the
+engine applies wrongly or not at all, and this proof does. The whole logits come from the hidden states of the forward
+that proves the tokens, and `watch/filter_bounds.py` says what the filters keep.
 
 The proof computes the rounding of the logits that would explain each set. It is 0 if the trainer keeps the same ids. There are two
 limits: one for the rounding of each token, and one for the mean over the drawn tokens. In half precision a single token may differ
 by nats, and so may a set's edge. But the mean is small, and a filter that one side ignores makes it large.
+
+Proof `kept_ids`.
+Shows: every sampled token is among the ids that its filters kept; the kept ids of drawn tokens are those that the
+trainer's own filters keep, up to rounding.
+Does not show: a wrong set of a token that is not drawn (the gap shows it if the log-prob differs).
+When: every request; every generation, 64 tokens per micro-batch.
 """
 
 from __future__ import annotations
@@ -18,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import SmallIds
 from lockstep.watch.filter_bounds import FilterBounds

@@ -1,7 +1,14 @@
 """Proof of the loss: what flows back to each token's log-prob is the derivative that the method's formula gives.
 
-`watch/loss_gradient.py` takes the gradient of a pack's log-probs after its backward, so that a factor anywhere between the
-loss and the model is seen. The formulas stand in `definitions/policy_gradients.py`.
+The proof takes the gradient of a pack's log-probs after its backward, so that a factor anywhere between the loss and
+the model is seen. The formulas stand in `definitions/policy_gradients.py`.
+
+Proof `loss_gradient`.
+Shows: what flows back to the log-prob (and the critic's value) of every token is the derivative that the method's
+formula gives, written a second time: clipping, corrections, KL and the size of the loss.
+Does not show: what happens behind the log-probs, in the model's own backward (`model_gradient` shows this); the
+entropy bonus; tokens within 1e-5 of a bound; objectives of your own.
+When: every backward, at the end of its micro-batch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The model's own files as inputs of a run: what its config, generation config, tokenizer and image processor mean, and digests of
 the weights that no checkpoint brings back.
 
-`run/files/run_identity.py` writes them into the receipt. A resumed run compares them before it loads anything
-(`run/trainers/hooks/whole_checkpoints.py`). The meaning of a file is what the library that reads it has made of it, so that a
-file that is only written again, or lies in another folder, is the same.
+The receipt has them. A resumed run compares them before it loads anything. The meaning of a file is what the library
+that reads it has made of it, so that a file that is only written again, or lies in another folder, is the same.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.engines.model_fields import NOT_COMPARED
+from lockstep.contract.model_fields import NOT_COMPARED
 from lockstep.watch.receipt import text_digest
 
 # The engine does not need these two fields of a config, but the loss of a mixture of experts does.

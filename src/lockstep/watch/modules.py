@@ -1,9 +1,24 @@
 """The module probe: compares the output of each engine module with the same product, computed with the trainer's weights.
 
-The probe uses the weights that the trainer sends (`sync/source.py`; merged if the model has an adapter). `Engine.probe` gives the
-engine's outputs. Both sides get the same input (`engines/probe.py`). A push may be used for training only after its probe has
-passed, and `lockstep verify` probes every module. The probe finds faults that a comparison of stored tensors cannot find,
-because it uses the weights as the engine computes with them: packed, fused, tied, padded or quantised.
+The probe uses the weights that the trainer sends (`sync/source.py`; merged if the model has an adapter). `Engine.probe`
+gives the engine's outputs. Both sides get the same input (`contract/probe.py`). A push may be used for training only
+after its probe has passed. The probe finds faults that a comparison of stored tensors cannot find, because it uses the
+weights as the engine computes with them.
+
+Proof `module_probe`.
+Shows: both sides draw a vector from one seed; each module that the engine runs gives the output that the trainer's
+weights give, in the form in which the engine holds it (packed, fused, tied, padded or quantised); an error names the
+layer.
+Does not show: attention, positions, anything between modules; a wrong output smaller than the limit.
+When: before the first sample, an evaluation included: all modules. Every push: embeddings and heads, 6 linear layers,
+6 vectors, drawn again each time.
+
+Proof `codes`.
+Shows: with `vllm_quantization`: the codes and scales of each layer that the engine holds in 8 bits are those that the
+scheme's formula makes of the sent weights, to the bit.
+Does not show: with tensor parallelism, and where a kernel has packed the codes, they cannot be read (the module probe
+shows the layer).
+When: every push, with the module probe and for its modules; the first time before the first sample.
 """
 
 from __future__ import annotations
@@ -18,8 +33,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.definitions.quantisation import quantised_rows
-from lockstep.engines.probe import (
+from lockstep.contract.probe import (
     PROBED_ROWS,
     SAMPLED_ROWS,
     EngineModules,
@@ -30,13 +44,13 @@ from lockstep.engines.probe import (
     probe_vector,
     quantised_vector,
 )
-from lockstep.engines.protocol import ProbedEngine
-from lockstep.engines.tensor_specs import codes_digest
+from lockstep.contract.protocol import ProbedEngine
+from lockstep.contract.tensors import codes_digest
+from lockstep.definitions.quantisation import quantised_rows
 from lockstep.engines.vllm.arguments import QUANTIZATIONS
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import head_name
-from lockstep.sync.adapters.merged import weights_of
-from lockstep.sync.source import PlainSource
+from lockstep.sync.source import PlainSource, weights_of
 from lockstep.to_device import on_host, sent
 from lockstep.watch.tolerances import output_rounding, probe_limit
 

@@ -1,6 +1,6 @@
 """What an optimizer must make of drawn elements: read its settings and state, and compute the step a second time.
 
-`watch/update.py` uses it. For torch's AdamW the rule is written in `definitions/adamw.py`. Others have none.
+For torch's AdamW the rule is written in `definitions/adamw.py`. Others have none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,16 @@
 """Proof of the optimizer's settings: those that the config gives, read a second time, with the changes that the user has made.
 
-`run/trainers/hooks/optimizer.py` makes it when the optimizer is ready, also after a checkpoint was loaded. The callbacks of a
-run are called inside `explained`: what one of the user's callbacks changes is taken, and so is every change of an optimizer that
-the user gave. Such changes stand in the receipt, and a resumed run begins with them. Any other change is a failed proof.
+The callbacks of a run are called inside `explained`: what one of the user's callbacks changes is taken, and so is every
+change of an optimizer that the user gave. Such changes stand in the receipt, and a resumed run begins with them. Any
+other change is a failed proof.
+
+Proof `optimizer`.
+Shows: betas, epsilon and weight decay of every trained tensor are those of the config, which is read a second time
+when the trainer is made, with the changes (docs/internals/proof.md#the-optimizers-settings) that the receipt records;
+no setting changes outside of a callback of the user's; a new AdamW holds no moments; all ranks take the same changes.
+Does not show: settings that the config does not have, such as the momentum of SGD, before the first step; optimizers
+whose settings come from `optim_args`.
+When: before the first step, also after a checkpoint was loaded; before and after every step; before every checkpoint.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scores of completions by a plain forward: one padded row per completion, no packing, no tree, no recomputation.
 
-`watch/finite_differences.py` takes their differences, in float64 or float32.
+Finite differences are taken of them, in float64 or float32.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
 from lockstep.models.adapters import causal_model
 from lockstep.models.logits import transformed_logits
 from lockstep.to_device import sent

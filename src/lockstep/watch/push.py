@@ -1,8 +1,7 @@
 """A push and its proofs: send the weights, probe the engine's modules, compare the canary.
 
-Every push of a trained model goes through this module: pushes of the training loop, of TRL's trainers (`integrations/`), and of
-users' own trainers (`connection.py`). This module calls `sync/push.py`, `watch/modules.py` and
-`watch/canary.py`, in this order.
+Every push of a trained model goes through this module: pushes of the training loop, of TRL's trainers, and of users'
+own trainers. This module calls `sync/push.py`, `watch/modules.py` and `watch/canary.py`, in this order.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import foreign_errors
 from lockstep.models.autocast import Precision
 from lockstep.sync.adapters.push import AdapterPusher

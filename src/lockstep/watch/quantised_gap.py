@@ -23,13 +23,13 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lockstep.contract.protocol import Completion
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.definitions.quantisation import quantised_linear, quantised_rows
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion, Sampling
 from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import Precision, autocast_dtype
-from lockstep.sync.adapters.merged import weights_of
-from lockstep.sync.source import PlainSource
+from lockstep.sync.source import PlainSource, weights_of
 from lockstep.watch.canary import canary_gap
 from lockstep.watch.gap import GapStats, measure_gap
 from lockstep.watch.rescoring import casting_once, completion_logps, sampled_logps

@@ -1,4 +1,16 @@
-"""Proof that all ranks train the same weights, and that shards are as they must be."""
+"""Proof that all ranks train the same weights, and that shards are as they must be.
+
+Proof `ranks`.
+Shows: all trainer processes hold the same weights, byte for byte (only with several processes).
+Does not show: that the engine holds them (the push shows this).
+When: every generation; reads the weights once.
+
+Proof `shards`.
+Shows: before every push, optimizer step and checkpoint no layer is gathered, and no parameter was replaced (only with
+shards).
+Does not show: what a layer computed while it was gathered.
+When: every push, step and checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +19,8 @@ from functools import partial
 
 import torch
 
-from lockstep.engines.device_digest import new_key
-from lockstep.engines.tensor_specs import one_push
+from lockstep.contract.device_digest import new_key
+from lockstep.contract.tensors import one_push
 from lockstep.errors import ProofError
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.shards.model import sharded

@@ -2,7 +2,13 @@
 
 Most schedules follow the steps. Two of transformers follow the metrics of evaluations (`reduce_lr_on_plateau`, `greedy`).
 
-`watch/update.py` compares the optimizer's rates with them and computes the update with them.
+Proof `learning_rate`.
+Shows: the rates of the optimizer are the config's, times the schedule's formula (constant, linear, cosine, with
+warm-up); `reduce_lr_on_plateau`: its formula, from the metrics that it was given; for other schedules they are the
+scheduler's, at the right step or after the right number of metrics.
+Does not show: that a schedule without a formula here is right; the first step of a resumed run is compared with the
+scheduler.
+When: every step.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lockstep.engines.protocol import EngineSettings
+from lockstep.contract.protocol import EngineSettings
 from lockstep.errors import InputError
 from lockstep.files import append_line, replace_text, without_nan
 from lockstep.secret import without_secrets

@@ -1,7 +1,11 @@
 """The proof of what must stay as it is: the reference model, and the frozen weights under an adapter.
 
-Frozen tensors are read again once per generation, and a few of their elements after each step. One drawn completion of each
-generation is scored by the reference a second time.
+Proof `reference`.
+Shows: the reference model and the frozen weights under an adapter have the bytes with which training began (64 MiB of
+drawn tensors per generation, all of them at the start; up to 32 drawn elements of every tensor after each step); they
+share no memory with trained weights; the reference's log-probs of one drawn completion are those of a plain forward.
+Does not show: tensors that were not drawn yet; the other completions.
+When: start; every generation; every step.
 """
 
 from __future__ import annotations
@@ -12,10 +16,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.device_digest import key_for
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion
-from lockstep.engines.tensor_specs import digests_of
+from lockstep.contract.device_digest import key_for
+from lockstep.contract.protocol import Completion
+from lockstep.contract.scored_as import Distribution
+from lockstep.contract.tensors import digests_of
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.rollouts.group import RolloutGroup

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion, Sampling
+from lockstep.contract.protocol import Completion
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import LockstepError, foreign_errors
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.models.adapters import causal_model, head_name
@@ -24,7 +25,7 @@ from lockstep.models.autocast import Precision, head_dtype
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
 from lockstep.shards.model import sharded
-from lockstep.sync.adapters.merged import weights_of
+from lockstep.sync.source import weights_of
 from lockstep.to_device import sent
 from lockstep.tokens.arrays import Ids, small_ids, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids

@@ -1,8 +1,14 @@
 """The proof of a checkpoint: digests of its files and of the tensors in memory, when it is written and when it is loaded.
 
-`run/trainers/hooks/whole_checkpoints.py` calls it. The digests stand in the checkpoint's `digests.json`, and the digest of
-that file stands in the receipt's chain. They detect accidents: a file that is missing, cut, edited or of another checkpoint, and a
-tensor that was not loaded. They do not protect against somebody who rewrites the receipt too.
+The digests stand in the checkpoint's `digests.json`, and the digest of that file stands in the receipt's chain. They
+detect accidents: a file that is missing, cut, edited or of another checkpoint, and a tensor that was not loaded. They
+do not protect against somebody who rewrites the receipt too.
+
+Proof `checkpoint`.
+Shows: a run continues with the files, tensors, data, code, model files and settings with which it stopped.
+Does not show: files that a reward function reads; installed packages; values that the user's functions change, or
+that come from clock, chance or environment.
+When: every checkpoint, every resume (docs/internals/proof.md#checkpoints).
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import torch
 import xxhash
 from safetensors import safe_open
 
-from lockstep.engines.tensor_specs import tensor_digest
+from lockstep.contract.tensors import tensor_digest
 from lockstep.errors import InputError, ProofError
 from lockstep.files import replace_text
 from lockstep.models.cuda import read_in_threads

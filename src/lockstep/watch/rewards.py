@@ -1,12 +1,26 @@
 """Proofs of rewards: a completion's row and text, its scores asked again, and the rows of an evaluation.
 
-| check | what is compared |
-|-------|------------------|
-| `rows` | the prompt and the columns of each group with the row of its prompt id; the texts of one drawn group with its ids |
-| `scores` | the scores of one drawn group with those that the functions give when they are asked again |
-| `evaluation` | the rows of an evaluation with the evaluation set: every row once, in its order, with all of its completions |
-
 The functions' arguments are made a second time here, beside `rollouts/scores/rewards.py`, from the data set and by prompt id.
+
+Proof `evaluation`.
+Shows: the rows that were evaluated are those of the evaluation set, every row once and with all of its completions
+(exact, by a digest from when the trainer was made); `gap`, `draws`, `rows`, `rewards`, `ends` and the proofs of
+requests hold as in training (docs/internals/proof.md#evaluations).
+Does not show: gap and draws of completions that were not drawn; that the evaluation set is a good one.
+When: every evaluation.
+
+Proof `rows`.
+Shows: every group has the prompt and the columns of the row with its prompt id; in one drawn group, the text of every
+completion is the tokenizer's text of its ids.
+Does not show: texts that a tool, an environment or an agent has made.
+When: every generation, after the rewards.
+
+Proof `scores`.
+Shows: a reward function that is asked again about one drawn group, with texts, prompts and columns made again from
+ids and data set, gives the same scores (docs/internals/rollouts.md).
+Does not show: coroutine functions, reward models, judges, environments; rollouts whose text a program made; functions
+that answer differently each time, or by the other completions of a call (they are named, and left out).
+When: one group per generation; calls after the first take at most 1 % of the run's time.
 """
 
 from __future__ import annotations
@@ -25,9 +39,8 @@ import torch
 from lockstep.errors import ProofError
 from lockstep.models.reward_model import RewardModel
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.scores.coroutines import is_coroutine_function
-from lockstep.rollouts.scores.guarded_call import call_within
 from lockstep.rollouts.scores.rewards import RewardFunction, RewardScorer, Scorer, reward_name
+from lockstep.threads import call_within, is_coroutine_function
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.watch.inputs import data_digest
 

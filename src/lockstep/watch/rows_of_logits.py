@@ -37,7 +37,7 @@ from lockstep.watch.settings import SettingsProof
 # ids are compared, the number is larger, because a mean over few sets shows little.
 _DRAWN, _DRAWN_SETS = 8, 64
 # A token so far from the start of its completion is not compared with the filters, because all ids before it would be read.
-_LONGEST = 4096
+LONGEST = 4096
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class DrawnRows:
         """Check the drawn tokens with a policy whose weights are still those of their forwards. The rows are forgotten then.
 
         Raises:
-            ProofError: as in `check_with`.
+            ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that of
+                the run's filters.
         """
         if not self._rows:
             return KeptSetStats()
@@ -189,7 +190,7 @@ def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof
         logits: (n, V) of the n rows.
     """
     for row, own in zip(rows, logits, strict=True):
-        if row.kept is None or row.end + len(row.sequence.prompt_ids) >= _LONGEST:
+        if row.kept is None or row.end + len(row.sequence.prompt_ids) >= LONGEST:
             continue
         ids = row.sequence.completion_ids[: row.end + 1].tolist()
         yield KeptToken(

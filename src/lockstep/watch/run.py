@@ -6,16 +6,19 @@
 | `scored` | `rewards` |
 | `taken` | `rows`, `scores` |
 | `referenced` | `reference` (its log-probs) |
-| `prepared` | `learned` (texts and rows); the gap and the draws, if a pass before the first step has scored the tokens |
-| `beginning` | `hooks`, `model_gradient` (a drawn sum) |
+| `prepared` | `learned` (texts and rows); `gap` and `draws`, if a pass before the first step has scored the tokens |
+| `beginning` | `hooks`, `model_gradient` (a drawn sum), `accumulation` (no gradient is left), `update` (nothing was frozen) |
 | `part`, `forward`, `aside` | `learned`, `advantages` |
 | `backward`, `learned` | `loss_gradient` |
-| `compared` | `settings`, `kept_sets`, `forward` (a drawn completion) |
-| `summing`, `summed` | `hooks`; the gap, the draws, `forward` (all tokens that were scored twice) |
-| `accumulated` | `accumulation`, `model_gradient` (a drawn part of the step) |
-| `clipped`, `stepping`, `stepped` | `clip`, `shards`, `optimizer`, `reference` (frozen weights) |
-| `saving` | `optimizer` (nothing has changed since the last step) |
-| `evaluated` | `evaluation`, `rows`; the gap, the draws, `kept_sets` |
+| `compared` | `temperature`, `kept_ids`, `forward` (a drawn completion) |
+| `summing` | `hooks` |
+| `summed` | `gap`, `draws`, `kept_ids` (the mean), `forward` (all tokens that were scored twice) |
+| `accumulated` | `accumulation`, `update` (every tensor has a gradient), `model_gradient` (a drawn part of the step) |
+| `clipped` | `clipping` (the norm) |
+| `stepping` | `shards`, `clipping`, `learning_rate` |
+| `stepped` | `update`, `reference` (frozen weights) |
+| `saving` | `checkpoint` (nothing has changed since the last step) |
+| `evaluated` | `evaluation`, `rows`, `gap`, `draws`, `kept_ids` |
 
 What the engine is asked and answers is proven by `watch/engine.py`.
 """
@@ -36,7 +39,6 @@ from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.sync.live import check_same_parameters
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.events import Evidence
-from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.objective import Objective, Scores, TokenBatch
 from lockstep.training.step.distributed import share_of
@@ -74,7 +76,6 @@ class RunWatch:
         state: gives the trainer's state; its `global_step` is the weight version.
         note: logs figures of a step.
         settings: what the user has asked for.
-        rules: the run's sampling distribution.
 
     Attributes:
         update: the proof of the optimizer steps; None while there is no optimizer.
@@ -82,6 +83,7 @@ class RunWatch:
         model_gradient: the proof of the model's own backward.
         hooks: the proof that no hook and no other function appears in the model's forward and backward.
         asked_again: the proof of scores, which asks reward functions again.
+        expected: the advantages and weights that the generation must bring into the loss; None: the method has no definition.
     """
 
     def __init__(
@@ -96,12 +98,11 @@ class RunWatch:
         clock: PhaseClock,
         note: Callable[[Mapping[str, Any]], None],
         settings: SettingsProof,
-        rules: IdRules,
     ) -> None:
         self._objective, self._config, self._engine = objective, objective.config, engine
         self._policy, self._trained, self._state = policy, trained, state
         self._ranks, self._clock, self._note = ranks, clock, note
-        self._settings, self._rules = settings, rules
+        self._settings = settings
         self.update: UpdateProof | None = None
         self.frozen: FrozenWeights | None = None
         self.hooks = HeldHooks(lambda: standing(trained(), policy().backward))
@@ -116,7 +117,7 @@ class RunWatch:
         # Of the generation: what must enter the loss, from its seals and from the method's definition.
         self._generation: Generation | None = None
         self._sampled: SampledTokens | None = None
-        self._expected: AdvantageProof | None = None
+        self.expected: AdvantageProof | None = None
         # Of the step, and of the micro-batch.
         self._sequences: Sequence[TrainingSequence] = ()
         self._moved = False
@@ -129,9 +130,9 @@ class RunWatch:
         return self._state().global_step
 
     def evidence(self) -> TokenEvidence:
-        sets = None
-        if self._rules.sampling.is_filtered:
-            sets = KeptSetProof(self._rules.distribution, self._engine.limit, self._engine.searches_top_p)
+        sets, rules = None, self._policy().rules
+        if rules is not None and rules.sampling.is_filtered:
+            sets = KeptSetProof(rules.distribution, self._engine.limit, self._engine.searches_top_p)
         return TokenEvidence(DrawnRows(self._settings, sets, self._config.precision))
 
     # ---- a generation -----------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ class RunWatch:
 
     def taken(self, groups: Sequence[RolloutGroup], prompts: Sequence[Prompt], number: int) -> None:
         # If a proof fails from here on, nothing of an earlier generation may be taken for this one.
-        self._generation = self._sampled = self._expected = None
+        self._generation = self._sampled = self.expected = None
         rows = {p.prompt_id: p for p in prompts}
         check_rows(groups, rows, self._engine.decode, (self._config.seed, number))
         # The rank that has asked first asks again, because functions may keep something between their calls.
@@ -185,7 +186,7 @@ class RunWatch:
             config.completions_per_micro_batch,
             own_forward=config.single_update,
         )
-        self._expected = advantage_proof(self._objective, generation.groups, sequences)
+        self.expected = advantage_proof(self._objective, generation.groups, sequences)
         if scored is not None:
             # Where the generation is used for one step only, that step's own forward gives the receipt's line.
             evidence, record = kept(scored.evidence), not config.single_update
@@ -265,8 +266,8 @@ class RunWatch:
             check_entering(self._sampled, batch)
         if not learned:
             return
-        if self._expected is not None:
-            check_batch(self._expected, batch)
+        if self.expected is not None:
+            check_batch(self.expected, batch)
         if self._again is not None and self._again.is_in(batch):
             self._repeated.append(batch)
 
@@ -274,8 +275,8 @@ class RunWatch:
         self._flow.check()
 
     def aside(self, sequences: Sequence[TrainingSequence]) -> None:
-        if self._expected is not None:
-            check_still(self._expected, sequences)
+        if self.expected is not None:
+            check_still(self.expected, sequences)
         if self._sampled is not None:
             # Tokens that still go through the model are checked there.
             check_aside(self._sampled, [s for s in sequences if s.entropies is not None or s.aside])

@@ -1,9 +1,17 @@
 """Checks that the samples of a group are independent draws.
 
-With one seed for all requests, all completions of a group are equal (fault A5), and the advantages are always zero. With equal
-seeds in pairs, a group has half as many completions as it seems. A very certain model may rightly repeat itself. So the check
-computes the probability of the repetition under the engine's own log-probs (in which inserted tokens have probability 1). Seeds
-that are equal before anything is sampled are refused (`run/source.py` asks).
+With one seed for all requests, all completions of a group are equal (fault A5), and the advantages are always zero.
+With equal seeds in pairs, a group has half as many completions as it seems. A very certain model may rightly repeat
+itself. So the check computes the probability of the repetition under the engine's own log-probs (in which inserted
+tokens have probability 1).
+
+Proof `samples`.
+Shows: no two requests of a generation have one seed, and no prompt has a seed again at another version; the
+completions of a group (all branches of each rollout) are independent draws: a repetition of all, or a common
+beginning of two, is refused if its probability by the engine's own log-probs is below 1e-9 per generation.
+Does not show: repetitions of a very confident model, which are correct; an engine that gives requests of different
+prompts the same random numbers.
+When: every generation.
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import Ids, Reals, joined
 
@@ -71,7 +79,7 @@ def _check_pairs(groups: Sequence[Sequence[Sequence[Completion]]]) -> None:
     pairs = [pair for samples in groups for pair in itertools.combinations(map(_whole, samples), 2)]
     if not pairs:
         return
-    pays = np.array([_log_pay(*pair) for pair in pairs])
+    pays = np.array([log_pay(*pair) for pair in pairs])
     if np.logaddexp.reduce(pays) - math.log(len(pays)) < -math.log(_ALPHA):
         return
     one, other = pairs[int(pays.argmax())]
@@ -97,7 +105,7 @@ def _whole(branches: Sequence[Completion]) -> _Sample:
     return _Sample(branches[0].key, ids, logprobs)
 
 
-def _log_pay(one: _Sample, other: _Sample) -> float:
+def log_pay(one: _Sample, other: _Sample) -> float:
     """Logarithm of what a bet pays that puts half on the token of `one`, as long as the completions agree. Its mean is 1."""
     agree = _agree(one, other)
     pay = float(np.logaddexp(math.log(0.5), math.log(0.5) - other.logprobs[:agree].astype(np.float64)).sum())

@@ -1,9 +1,36 @@
 """The proof of settings: what the user has asked for is what requests, answers, rewards and the loss really have.
 
-The trainer and the engine read one config. If the config, or the code that reads it, loses a setting, both sides agree and no other
-proof sees it. So `run/trainers/online.py` reads the user's fields a second time, before anything else does
-(`definitions/settings.py`). This module compares them with every request and its answer (`watch/engine.py`),
-with every reward (`run/loop.py`), and with the log-probs that the loss uses (`watch/rows_of_logits.py`).
+The trainer and the engine read one config. If the config, or the code that reads it, loses a setting, both sides agree
+and no other proof sees it. So this module compares all of these with the user's fields as `definitions/settings.py`
+reads them.
+
+Proof `settings`.
+Shows: every request, and the distribution that the trainer scores, have the temperature, filters, penalties, stop
+strings and grammar that the user has asked for; each request has them when it goes to vLLM, in process or over HTTP.
+What the user has asked for is read from the config a second time, before anything else uses it
+(docs/internals/proof.md#settings-that-both-sides-share).
+Does not show: what the config itself made of its arguments before a trainer got it; the ids of bad words and the text
+of a grammar in vLLM; the requests of a `rollout_func`.
+When: start; every request.
+
+Proof `limits`.
+Shows: no request allows more tokens than the user; a completion of one turn that ended with `length` has as many
+tokens as the user's limit or the context allows.
+Does not show: which limit a turn of a conversation should have; answers that a `rollout_func` made.
+When: every request; every completion of one turn.
+
+Proof `interruption`.
+Shows: a completion that did not end its thinking within the user's limit has the ids of the interruption, exactly
+once and at a place between the two limits; no other completion has inserted ids.
+Does not show: which place between `min_thinking_length` and `max_thinking_length` the seed draws.
+When: every completion of one turn.
+
+Proof `temperature`.
+Shows: the log-probs that the loss uses are those of the model's own logits at the user's temperature, with the user's
+bias and penalties, among the engine's kept ids.
+Does not show: tokens that are not drawn; a run with bad words, `min_tokens` or a grammar and without top-k, top-p or
+min-p; the hidden states (the gap shows them).
+When: every micro-batch: 8 tokens, of every pack its share (64 with filters).
 """
 
 from __future__ import annotations
@@ -17,9 +44,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.contract.sampling import Sampling
 from lockstep.definitions.interruption import broken_rule
 from lockstep.definitions.settings import UserSettings, weighted_sum
-from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
 from lockstep.errors import ProofError
 from lockstep.models.cuda import rounds_products
 from lockstep.tokens.arrays import Ids

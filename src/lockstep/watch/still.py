@@ -1,8 +1,8 @@
 """Drawn elements of weights and of the optimizer's state that must not change for a while.
 
-`watch/update.py` compares them when a checkpoint is written with those after the last step: the digests of a checkpoint are
-made of what is in memory then. `run/trainers/hooks/steps.py` compares them before the first step of a resumed run with those
-that the checkpoint gave, whose digests were compared when it was loaded.
+When a checkpoint is written, they are compared with those after the last step: the digests of a checkpoint are made of
+what is in memory then. Before the first step of a resumed run they are compared with those that the checkpoint gave,
+whose digests were compared when it was loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drawn elements of many tensors: short windows at drawn places, read with one copy for all tensors.
 
-`watch/update.py` and `watch/accumulation.py` read parameters, gradients and the state of optimizers with it. Of a
-sharded tensor, each rank reads the elements that it holds. The others read as zeros, so that the sum over ranks is the whole.
+Parameters, gradients and the state of optimizers are read with it. Of a sharded tensor, each rank reads the elements
+that it holds. The others read as zeros, so that the sum over ranks is the whole.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch
 from methods import ALONE, GROUPS, PAIRS, lora
 from transformers import TrainerCallback
 
-from lockstep.engines.protocol import Engine
+from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.models.policy import load_policy
 from lockstep.training.step.generation import Preparation

@@ -11,8 +11,9 @@ import pytest
 import torch
 from tiny import make_model
 
-from lockstep.engines.filters.scored_as import Distribution
-from lockstep.engines.protocol import Completion, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup

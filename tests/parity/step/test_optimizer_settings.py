@@ -28,8 +28,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.training_args import OptimizerNames
 
+from lockstep.contract.protocol import Engine
 from lockstep.definitions import optimizer as definition
-from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.watch.receipt import RECEIPT, read_receipt
 
@@ -140,7 +140,7 @@ def methods_config() -> Any:
 
 def test_the_definition_names_optimizers_that_transformers_has() -> None:
     known = {member.value for member in OptimizerNames}
-    assert {*definition._ADAMW, *definition._LION, *definition._OTHERS} <= known
+    assert {*definition.ADAMW, *definition.LION, *definition.OTHERS} <= known
 
 
 # ---- faults at the start ------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
 import lockstep
+from lockstep.contract.protocol import Engine
 from lockstep.definitions.schedules import PlateauSchedule
-from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.watch.optimizer_settings import OptimizerSettings, Taken
 from lockstep.watch.rates import Rates

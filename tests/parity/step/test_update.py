@@ -13,9 +13,9 @@ import torch
 from portions import portion
 from transformers import TrainerCallback, get_scheduler
 
+from lockstep.contract.protocol import Engine
 from lockstep.definitions.adamw import Moments, Settings, adamw
 from lockstep.definitions.schedules import rate_factor
-from lockstep.engines.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.watch import update
 from lockstep.watch.accumulation import AccumulationProof

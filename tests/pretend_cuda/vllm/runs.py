@@ -28,9 +28,10 @@ from by_the_book import kept_set, shaped
 from methods import GROUPS, lora, make
 from tiny import make_model, save
 
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey, Sampling
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.sleep import weight_digests
+from lockstep.engines.vllm.port.sleep import weight_digests
 from lockstep.errors import InputError
 from lockstep.sync.push import push_weights
 
@@ -242,7 +243,7 @@ def in_8_bits() -> dict[str, Any]:
 
 def adapters_alone() -> dict[str, Any]:
     """An adapter that is sent alone, with sleep level 1: the weights go to main memory between two pushes."""
-    from lockstep.engines.adapters.in_process import adapter_arguments
+    from lockstep.engines.vllm.adapters import adapter_arguments
 
     arguments = adapter_arguments(8, ["q_proj", "up_proj"])
     with engine(model_folder(), torch.bfloat16, sleep_level=1, engine_kwargs=arguments) as started:
@@ -253,16 +254,16 @@ def adapters_alone() -> dict[str, Any]:
 
 def slept(engine: VLLMInProcess, version: int) -> dict[str, Any]:
     """What the weights are before, during and after a sleep. Level 1 keeps them; after level 2 they are pushed again."""
-    engine._sleep.wake()
-    (before,) = engine._call(weight_digests, "7")
+    engine.sleeping.wake()
+    (before,) = engine.call(weight_digests, "7")
     engine.sleep()
-    (asleep,) = engine._call(_finite)
-    if engine._sleep.level == 1:
-        engine._sleep.wake_weights()
+    (asleep,) = engine.call(_finite)
+    if engine.sleeping.level == 1:
+        engine.sleeping.wake_weights()
     else:
         push_weights(make_model(), engine, version)
-    (after,) = engine._call(weight_digests, "7")
-    (awake,) = engine._call(_finite)
+    (after,) = engine.call(weight_digests, "7")
+    (awake,) = engine.call(_finite)
     changed = sorted(name for name in before if before[name] != after[name])
     return {"parameters": len(before), "changed": changed, "finite_asleep": asleep, "finite_awake": awake}
 
@@ -331,7 +332,7 @@ def server() -> dict[str, Any]:
         trainer = make("GRPO", model_folder(), FOLDER / "server", None, fields)  # type: ignore[arg-type]
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
-        device, transport = str(trainer.model.device), type(trainer.engine._transport._used).__name__
+        device, transport = str(trainer.model.device), type(trainer.engine.transport.used).__name__
         trainer.close()
         gap = max(log["parity/max_abs_gap"] for log in logs)
         crossed = in_flight(f"{url}{port}")

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from by_the_book import kept_set
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 
 GPU = torch.device("cuda")
 

@@ -1,7 +1,4 @@
-"""Reads a YAML file of fields: each field once, with a value, a list of values or a mapping.
-
-`cli/fields/arguments.py` turns the result into words of a command line.
-"""
+"""Reads a YAML file of fields: each field once, with a value, a list of values or a mapping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes `fields.json`: the fields of every method. `cli/fields/description.py` reads it, because it must not import torch.
+"""Writes `fields.json`: the fields of every method. The command line reads it without torch.
 
 `python -m lockstep.cli.fields.describe` writes the file again. `tests/cli/test_fields.py` fails if file and classes differ.
 """

@@ -1,7 +1,7 @@
 """The fields of a command, read without importing torch. Checks their names and types, and makes the text of `--help`.
 
-Comes from: `fields.json`, which `cli/fields/describe.py` writes from the methods' dataclasses. Goes to:
-`cli/fields/arguments.py`, which makes the dataclasses of a command line after its check.
+Comes from: `fields.json`, which is written from the methods' dataclasses. Goes to: the dataclasses of a command line,
+which are made after its check.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The order of the fields in `--help`, their headings, and the fields that `--help` shows without `--help-all`.
 
-Used by `cli/fields/description.py`. A field without a group belongs to `transformers.TrainingArguments`; `--help-all` shows it
-last.
+A field without a group belongs to `transformers.TrainingArguments`; `--help-all` shows it last.
 """
 
 from __future__ import annotations

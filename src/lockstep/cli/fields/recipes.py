@@ -1,7 +1,6 @@
 """The recipes that come with Lockstep: config files inside the package, which `--recipe NAME` reads.
 
-`cli/fields/arguments.py` and `cli/init.py` call it. In a clone, `src/lockstep/recipes` is a link to `recipes/`; the wheel
-contains the files.
+In a clone, `src/lockstep/recipes` is a link to `recipes/`; the wheel contains the files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ends a command's process at once when its work is done.
 
-An interpreter that ends frees every object one by one. With PyTorch and vLLM loaded this takes 4 CPU seconds, in which the command
-seems to hang after its last line. `EndAtOnce` lets everything run that programs have registered for their end (threads, `atexit`),
-writes what the streams hold, and leaves the rest to the operating system. Used by `cli/main.py`.
+An interpreter that ends frees every object one by one. With PyTorch and vLLM loaded this takes 4 CPU seconds, in which
+the command seems to hang after its last line. `EndAtOnce` lets everything run that programs have registered for their
+end (threads, `atexit`), writes what the streams hold, and leaves the rest to the operating system.
 """
 
 from __future__ import annotations

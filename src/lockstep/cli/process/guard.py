@@ -1,10 +1,10 @@
 """A parent process ensures that a training command never ends with exit code 0 before its run has ended.
 
 Any code in the trainer's process (a reward function, a library) can end the process at any moment with any exit code
-(`os._exit`). Then no other code of that process runs. So the command forks before it imports anything heavy. The child trains,
-and writes a byte to a pipe when a run begins and another when the run has ended. The parent waits, forwards signals, and ends in
-the same way as the child. There is one exception: if the child exits with code 0 during a run, the parent exits with code 1.
-Used by `cli/main.py` (the fork) and `cli/training.py` (the bytes on the pipe).
+(`os._exit`). Then no other code of that process runs. So the command forks before it imports anything heavy. The child
+trains, and writes a byte to a pipe when a run begins and another when the run has ended. The parent waits, forwards
+signals, and ends in the same way as the child. There is one exception: if the child exits with code 0 during a run,
+the parent exits with code 1.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def load_config(
         Both objects. None for a dry run, after it has printed every field as YAML.
 
     Raises:
-        InputError: as in `build`.
+        InputError: fields contradict each other, or this machine does not support them.
     """
     with busy("loading PyTorch and transformers"), collector_off():
         quiet_libraries()

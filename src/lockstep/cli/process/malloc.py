@@ -1,9 +1,9 @@
 """Asks the C library for huge pages, and to keep freed memory. A process can do so only at its start: a command starts anew, once.
 
-Training and vLLM on a CPU allocate and free gigabytes in every step. By default the C library gives large blocks back to Linux as
-soon as they are freed, and Linux hands them out again in pages of 4 KiB, each cleared first. With huge pages there are fewer
-pages. With kept memory there are none after the first steps (docs/internals/speed.md has figures). Used by `cli/main.py`. The
-child processes of a command inherit the environment.
+Training and vLLM on a CPU allocate and free gigabytes in every step. By default the C library gives large blocks back
+to Linux as soon as they are freed, and Linux hands them out again in pages of 4 KiB, each cleared first. With huge
+pages there are fewer pages. With kept memory there are none after the first steps (docs/internals/speed.md has
+figures). The child processes of a command inherit the environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The standard streams of a command: each is open, takes every character, and a write that fails ends nothing.
 
-The reader of a pipe may end (`lockstep … | head`), a disk may be full, and a shell may close a stream (`>&-`). A command then goes
-on: a run trains to its end, and a verdict has its exit code. Lines that nobody can read are dropped. If the lines were the whole
-result, the command says so and ends with exit code 1. Used by `cli/main.py`.
+The reader of a pipe may end (`lockstep … | head`), a disk may be full, and a shell may close a stream (`>&-`). A
+command then goes on: a run trains to its end, and a verdict has its exit code. Lines that nobody can read are dropped.
+If the lines were the whole result, the command says so and ends with exit code 1.
 """
 
 from __future__ import annotations

@@ -19,18 +19,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lockstep.engines.adapters.receiver import AdapterLimits
+from lockstep.contract.adapters import AdapterLimits
+from lockstep.contract.probe import decode_floats
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.adapters.transfer import AdapterCalls, one_acknowledgement
 from lockstep.engines.http.requests.messages import agreed_answers, loaded_from
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.server_set import ServerSet
-from lockstep.engines.http.transport import WeightTransport
-from lockstep.engines.probe import decode_floats
-from lockstep.engines.protocol import LoadedWeights
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.report.waits import waiting
+from lockstep.sync.wire.transport import WeightTransport
 
-# vLLM needs a path for each adapter. This prefix and the adapter's name take its place (`engines/adapters/worker.py`).
+# vLLM needs a path for each adapter. This prefix and the adapter's name take its place (`engines/vllm/port/lora.py`).
 PATH = "lockstep:"
 _BASE = "base:"
 _JOIN = "/"
@@ -148,7 +148,7 @@ class ServerAdapters:
         return ""
 
     def check_base_replaceable(self) -> None:
-        for number, names in enumerate(self._held()):
+        for number, names in enumerate(self.held()):
             if others := sorted({name.partition(_JOIN)[0] for name in names} - {self._run}):
                 raise InputError(
                     f"the server{_at_url(self._servers.name_of(number))} holds adapters of {len(others)} other "
@@ -208,7 +208,7 @@ class ServerAdapters:
             self._running = Counter({name: self._running[name] for name in kept})
         own = self._run + _JOIN
         # No request uses the adapters of an earlier session of this run.
-        for server_names in self._held():
+        for server_names in self.held():
             self._drop([name for name in server_names if name.startswith(own) and name not in kept])
 
     def load(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
@@ -260,7 +260,7 @@ class ServerAdapters:
                 answers[f"{server}/{layer}" if server else layer] = decode_floats(text).view(3, -1)
         return answers
 
-    def _held(self) -> list[list[str]]:
+    def held(self) -> list[list[str]]:
         """The names of the adapters that each server holds."""
         return [workers[0]["names"] for workers in self._servers.workers("lockstep_adapters")]
 

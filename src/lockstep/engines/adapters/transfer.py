@@ -1,6 +1,6 @@
 """The calls by which a transport sends an adapter to the workers of one engine. The engine's own weights do not change.
 
-`engines/adapters/servers.py` uses it for servers, `engines/vllm/workers/processes.py` for worker processes beside the trainer.
+It works for servers and for worker processes beside the trainer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from lockstep.engines.protocol import LoadedWeights
+from lockstep.contract.tensors import LoadedWeights
 
 
 class WorkerCalls(Protocol):

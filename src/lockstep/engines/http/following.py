@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from lockstep.engines.http.transport import WeightReceiverCalls
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import LockstepError
+from lockstep.sync.wire.receivers import WeightReceiverCalls
 
 
 class FollowingServer(VLLMServer):

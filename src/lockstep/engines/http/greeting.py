@@ -1,10 +1,11 @@
 """The greeting: trainer and server prove to each other that both have the key. Neither of them sends the key itself.
 
-The trainer sends a nonce to the path `GREETING`. The server answers with its own nonce and a proof, the HMAC-SHA256 of both nonces
-under the key. Another program that listens on the server's port cannot compute the proof, so that the trainer makes no call to it.
-Every later call contains a proof of the trainer, and every answer contains a proof of the server. The trainer's proof covers the
-whole call and its number, and the server takes each number once. Who reads a call can therefore neither send it again nor make
-another one of it. The trainer's end is `engines/http/server_calls.py`, and the server's end is `server/guard.py`.
+The trainer sends a nonce to the path `GREETING`. The server answers with its own nonce and a proof, the HMAC-SHA256 of
+both nonces under the key. Another program that listens on the server's port cannot compute the proof, so that the
+trainer makes no call to it. Every later call contains a proof of the trainer, and every answer contains a proof of the
+server. The trainer's proof covers the whole call and its number, and the server takes each number once. Who reads a
+call can therefore neither send it again nor make another one of it. One end is in the trainer, and the other is the
+guard in the server.
 """
 
 from __future__ import annotations

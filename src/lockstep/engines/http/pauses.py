@@ -1,6 +1,6 @@
 """Pauses servers at the beginning of a push. Their running requests stay, and go on after the commit of the new weights.
 
-`engines/http/vllm_server.py` begins the pauses, and waits for them while its transport sends the weights.
+A push begins the pauses, and waits for them while its transport sends the weights.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import time
 from concurrent.futures import Future
 from typing import Any
 
-from lockstep.engines.http.call_loop import Pending
 from lockstep.engines.http.server_calls import ServerCalls
 from lockstep.engines.http.server_set import ServerSet
-from lockstep.engines.http.transport import finish_all
+from lockstep.sync.wire.receivers import finish_all
+from lockstep.threads import Pending
 
 # Seconds between two questions whether a server is paused.
 _PAUSED_EVERY = 0.001

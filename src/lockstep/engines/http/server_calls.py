@@ -1,7 +1,7 @@
 """HTTP calls to one vLLM server. Each call proves that the trainer has the key, and has a time limit. No call is repeated.
 
-`engines/http/vllm_server.py` makes these calls. After a failed call the state of the server is unknown. The caller must then
-recover the server and push the weights again.
+After a failed call the state of the server is unknown. The caller must then recover the server and push the weights
+again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import concurrent.futures
 import errno
 import functools
 import hmac
-import ipaddress
 import json
 import resource
 import ssl
@@ -23,7 +22,7 @@ import httpx
 import msgspec
 
 from lockstep import bounded_http
-from lockstep.engines.http.call_loop import CallLoop, Pending
+from lockstep.contract.protocol import EngineSettings
 from lockstep.engines.http.greeting import (
     GREETING,
     LIMIT_HEADER,
@@ -33,16 +32,16 @@ from lockstep.engines.http.greeting import (
     make_nonce,
     server_proof,
 )
-from lockstep.engines.protocol import EngineSettings
 from lockstep.engines.vllm.arguments import GRAMMAR_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.homes import expanded
 from lockstep.report.waits import waiting
+from lockstep.threads import CallLoop, Pending
 
 # Number of characters of an answer that an error message shows.
 _SHOWN = 300
 # Bytes of an answer. The second limit is for programs that have not proved that they have the key, or need not.
-_LARGEST, _LARGEST_UNPROVEN = 1 << 30, 1 << 16
+LARGEST, _LARGEST_UNPROVEN = 1 << 30, 1 << 16
 # The only path that a guarded server answers without its key.
 HEALTH = "/health"
 
@@ -85,12 +84,12 @@ class ServerCalls:
         self.takes_adapters = False
         # The calls that begin an update, if one is in progress. Weights are sent only after these calls have ended.
         self.beginning: concurrent.futures.Future[Any] | None = None
-        self._loop = loop
+        self.loop = loop
         self._recover = recover
         self._key, self._key_now = key, key_now
         # A greeting begins the session. A restart of the server ends it.
         self._session: Session | None = None
-        self._client = httpx.AsyncClient(
+        self.client = httpx.AsyncClient(
             base_url=self.url,
             # Each call has a new connection. The server might close a kept connection at the moment of a call, and the failed call
             # could not be repeated.
@@ -138,9 +137,9 @@ class ServerCalls:
         def most(answer: httpx.Response) -> int:
             """The proof of the server comes before its answer."""
             if self._key is None:
-                return _LARGEST if path != HEALTH else _LARGEST_UNPROVEN
+                return LARGEST if path != HEALTH else _LARGEST_UNPROVEN
             is_server = session is not None and session.is_server(call, answer.headers.get(PROOF_HEADER))
-            return _LARGEST if is_server else _LARGEST_UNPROVEN
+            return LARGEST if is_server else _LARGEST_UNPROVEN
 
         answer, found = await self._send(method, path, limit, headers, most, content=content, params=query)
         if answer.status_code >= 500:
@@ -171,7 +170,7 @@ class ServerCalls:
         try:
             with waiting(f"the server at {self.url} to answer {path}", limit):
                 return await bounded_http.call(
-                    self._client, method, path, seconds=limit, most=most, headers=headers, **rest
+                    self.client, method, path, seconds=limit, most=most, headers=headers, **rest
                 )
         except TimeoutError as error:
             raise self._lost(path, f"did not answer within {limit:.0f} s") from error
@@ -249,11 +248,11 @@ class ServerCalls:
         self, method: str, path: str, body: Any = None, *, limit: float | None = None, plain: bool = False, **query: str
     ) -> Any:
         """Make the call of `ask`, and wait for it."""
-        return self._loop.run(self.ask(method, path, body, limit=limit, plain=plain, **query))
+        return self.loop.run(self.ask(method, path, body, limit=limit, plain=plain, **query))
 
     def begin(self, method: str, path: str, **query: Any) -> Pending[Any, Any]:
         """Start the call of `ask` without waiting for it."""
-        return self._loop.start(self.ask(method, path, limit=None, plain=False, **query), lambda found: found)
+        return self.loop.start(self.ask(method, path, limit=None, plain=False, **query), lambda found: found)
 
     def together(self, *calls: Callable[[], Coroutine[Any, Any, Any]]) -> list[Any]:
         """Make independent calls at the same time. All of them have ended before the first error is raised."""
@@ -261,7 +260,7 @@ class ServerCalls:
         async def all_ended() -> list[Any]:
             return await asyncio.gather(*(call() for call in calls), return_exceptions=True)
 
-        answers = self._loop.run(all_ended())
+        answers = self.loop.run(all_ended())
         for error in answers:
             if isinstance(error, BaseException):
                 raise error
@@ -290,10 +289,10 @@ class ServerCalls:
 
     def workers(self, method: str, *args: str) -> list[Any]:
         """Make the call of `ask_workers`, and wait for it."""
-        return self._loop.run(self.ask_workers(method, *args))
+        return self.loop.run(self.ask_workers(method, *args))
 
     async def ask_workers(self, method: str, *args: str) -> list[Any]:
-        """Call a method of every worker of the server at once (`sync/vllm/worker.py`). Returns their JSON answers, by rank.
+        """Call a method of every worker of the server at once (`engines/vllm/worker.py`). Returns their JSON answers, by rank.
 
         Raises:
             EngineLost: the server did not answer, for example because its workers do not have the method.
@@ -441,14 +440,6 @@ def _file_limit_reached(error: BaseException) -> str | None:
             )
         cause = cause.__cause__ or cause.__context__
     return None
-
-
-def is_local(host: str) -> bool:
-    """Whether a host is `localhost` or a loopback address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 HOW_TO_START = (

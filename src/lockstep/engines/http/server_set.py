@@ -1,7 +1,7 @@
 """The servers of one engine: which there are, calls to all of them at once, and which of them cannot be used.
 
-`engines/http/vllm_server.py` owns the set and lends it to `requests/sending.py` and `engines/adapters/servers.py`. Servers leave
-and join between two pushes.
+One object owns the set and lends it to the parts that send requests and adapters. Servers leave and join between two
+pushes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.engines.http.call_loop import CallLoop
+from lockstep.contract.protocol import EngineSettings
 from lockstep.engines.http.server_calls import HEALTH, ServerCalls
 from lockstep.engines.http.server_state import agreed_settings, await_health, problem_of, read_state
-from lockstep.engines.http.transport import finish_all
-from lockstep.engines.protocol import EngineSettings
-from lockstep.engines.vllm.settings import only_dtype
+from lockstep.engines.vllm.port.settings import only_dtype
 from lockstep.errors import LockstepError
+from lockstep.sync.wire.receivers import finish_all
+from lockstep.threads import CallLoop
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -95,7 +95,8 @@ class ServerSet:
         """The settings of all servers, and the common dtype of their parameters; None if there are several dtypes.
 
         Raises:
-            InputError, ProofError: as in `agreed_settings`.
+            InputError: two URLs belong to the same server.
+            ProofError: two servers have different settings.
         """
         return agreed_settings(self.all), only_dtype([name for server in self.all for name in server.loads_in])
 

@@ -1,6 +1,6 @@
 """Checks of servers before a trainer uses them: they are healthy, have the options that training needs, and have equal settings.
 
-`engines/http/vllm_server.py` makes these checks at its start, after a server was lost, and when a server joins.
+The checks are made at the start, after a server was lost, and when a server joins.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import threading
 import time
 from collections.abc import Sequence
 
+from lockstep.contract.protocol import EngineSettings
 from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
-from lockstep.engines.protocol import EngineSettings
 from lockstep.engines.vllm.arguments import SERVER_BACKEND
-from lockstep.engines.vllm.settings import differing_settings, settings_from
+from lockstep.engines.vllm.port.settings import differing_settings, settings_from
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.report.waits import waiting
 

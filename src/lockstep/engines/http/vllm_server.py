@@ -1,9 +1,9 @@
 """One or several vLLM servers behind the engine protocol. Each request goes to the least busy server; weights go to all servers.
 
-Requests come from an inbox (`engines/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of `sync/wire/`. When
-a server does not answer, the engine raises `EngineLost`. Before it sends requests again, the server must answer, pass the checks of
-`engines/http/server_state.py`, and receive the weights again. A server that does not come back in time leaves, if another one
-remains. Servers can also leave and join between two pushes.
+Requests come from an inbox (`contract/inbox.py`) and are sent over HTTP as ids. Weights go through a transport of `sync/wire/`.
+When a server does not answer, the engine raises `EngineLost`. Before it sends requests again, the server must answer, pass the
+checks of `engines/http/server_state.py`, and receive the weights again. A server that does not come back in time leaves, if another
+one remains. Servers can also leave and join between two pushes.
 """
 
 from __future__ import annotations
@@ -19,29 +19,22 @@ from typing import Any
 
 import torch
 
+from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
+from lockstep.contract.probe import EngineModules, ProbedModule, decode_floats
+from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.adapters.servers import EngineParts, ServerAdapters
-from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
-from lockstep.engines.http.call_loop import CallLoop, Pending
 from lockstep.engines.http.pauses import Pauses
 from lockstep.engines.http.requests.messages import agreed_answers, loaded_by
 from lockstep.engines.http.requests.sending import ServerRequests
 from lockstep.engines.http.server_calls import HOW_TO_START, ServerCalls
 from lockstep.engines.http.server_set import ServerSet
 from lockstep.engines.http.server_state import HEALTH_EVERY, agreed_settings, unreachable
-from lockstep.engines.http.transport import WeightTransport
-from lockstep.engines.inbox import Inbox, answer_all
-from lockstep.engines.probe import EngineModules, ProbedModule, decode_floats
-from lockstep.engines.protocol import (
-    Completion,
-    EngineSettings,
-    GenerationRequest,
-    LoadedWeights,
-    OnAnswer,
-    RequestKey,
-)
-from lockstep.engines.vllm.settings import changed_settings
+from lockstep.engines.vllm.port.settings import changed_settings
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
 from lockstep.report.waits import waiting
+from lockstep.sync.wire.transport import WeightTransport
+from lockstep.threads import CallLoop, Pending
 
 TransportChoice = Callable[[Sequence[ServerCalls]], WeightTransport]
 
@@ -81,11 +74,11 @@ class VLLMServer:
         run: str = "",
         key_now: Callable[[str], str | None] = lambda url: None,
     ) -> None:
-        self._timeout, self._generation_timeouts, self._choose = timeout, generation_timeouts, transport
-        self._loop = CallLoop()
+        self.timeout, self.generation_timeouts, self.choose = timeout, generation_timeouts, transport
+        self.loop = CallLoop()
         self.servers = ServerSet(
             [
-                ServerCalls(url, key, timeout, self._loop, self.recover, partial(key_now, url))
+                ServerCalls(url, key, timeout, self.loop, self.recover, partial(key_now, url))
                 for url, key in zip(urls, keys, strict=True)
             ]
         )
@@ -99,13 +92,13 @@ class VLLMServer:
         self._stamps: dict[str, int] = {}
         parts = EngineParts(self.servers, self._lost, timeout, self._refuse_requests, self._open_requests)
         self.adapters = ServerAdapters(parts, transport, run, self.session)
-        self._requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
+        self.requests = ServerRequests(self._servers, self._stamps, self.recover, self.adapters)
         self._committed: list[int] = []
-        self._transport: WeightTransport | None = None
+        self.transport: WeightTransport | None = None
         try:
             self.servers.greet(timeout, self._closed)
             self._settings, self._wire_dtype = self.servers.agreed()
-            self._transport = transport(self._servers)
+            self.transport = transport(self._servers)
         except EngineLost as lost:
             # Nothing can be recovered yet. If a healthy server has refused a call, its workers do not have our methods.
             self.close()
@@ -155,8 +148,8 @@ class VLLMServer:
             since = len(self._committed) - 1
             return lambda: self._committed[since:]
 
-        limit = self._timeout * self._generation_timeouts
-        self._requests.serve(inbox, self._loop, begin, limit, self._settings.vocab_size)
+        limit = self.timeout * self.generation_timeouts
+        self.requests.serve(inbox, self.loop, begin, limit, self._settings.vocab_size)
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         return self.submit_scores(sequences).result()
@@ -177,7 +170,7 @@ class VLLMServer:
             return scores
 
         stamp = self._stamp(self._committed[-1])
-        return self._loop.start(self._requests.score(list(sequences.values()), stamp, limit or self._timeout), checked)
+        return self.loop.start(self.requests.score(list(sequences.values()), stamp, limit or self.timeout), checked)
 
     # ---- proofs -----------------------------------------------------------------------------------------------------
 
@@ -222,7 +215,7 @@ class VLLMServer:
 
     def server_of(self, key: RequestKey) -> str:
         """URL of the server that has answered a request; empty if the request is too old."""
-        return self._requests.answered.get(key[:2], "")
+        return self.requests.answered.get(key[:2], "")
 
     def _prefix(self, number: int) -> str:
         """Prefix of the names of a server's modules; empty if there is only one server."""
@@ -253,9 +246,9 @@ class VLLMServer:
         self._pauses.begin()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
-        assert self._transport is not None
+        assert self.transport is not None
         try:
-            self._transport.send(tensors, self._servers, base)
+            self.transport.send(tensors, self._servers, base)
         except BaseException as error:
             self._pauses.wait()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
@@ -325,10 +318,10 @@ class VLLMServer:
             ProofError: a server came back with other settings.
         """
         self._version = None
-        self._requests.forget_pictures()
+        self.requests.forget_pictures()
         self.adapters.forget()
-        if self._transport is not None:
-            self._transport.forget()
+        if self.transport is not None:
+            self.transport.forget()
         before = self._settings
         self._await_all()
         self._settings, self._wire_dtype = self.servers.agreed()
@@ -342,10 +335,10 @@ class VLLMServer:
 
     def _await_all(self) -> None:
         """Wait until every server can be used. The ones that leave are dropped."""
-        deadline, problems = time.monotonic() + self._timeout, dict[ServerCalls, str]()
+        deadline, problems = time.monotonic() + self.timeout, dict[ServerCalls, str]()
         urls = ", ".join(server.url for server in self._servers)
-        with waiting(f"the server at {urls} to come back", self._timeout, lambda: "; ".join(problems.values())):
-            while problems := self.servers.problems(self._timeout):
+        with waiting(f"the server at {urls} to come back", self.timeout, lambda: "; ".join(problems.values())):
+            while problems := self.servers.problems(self.timeout):
                 self._drop_gone(problems, is_late=self._closed.wait(HEALTH_EVERY) or time.monotonic() > deadline)
 
     def _drop_gone(self, problems: dict[ServerCalls, str], *, is_late: bool) -> None:
@@ -357,10 +350,10 @@ class VLLMServer:
         gone = [server for server in problems if is_late or not self.is_wanted(server.url)]
         if len(gone) < len(self._servers):
             for server in gone:
-                waited = f"did not come back within {self._timeout:.0f} s" if is_late else "is not wanted any more"
+                waited = f"did not come back within {self.timeout:.0f} s" if is_late else "is not wanted any more"
                 self._drop([server], f"it {waited} ({problems[server]})")
         elif is_late:
-            raise unreachable(gone[0], self._timeout, problems[gone[0]])
+            raise unreachable(gone[0], self.timeout, problems[gone[0]])
 
     def leave(self, urls: Collection[str], why: str) -> None:
         """Send nothing more to some servers. At least one other server remains. They may still answer requests that they have."""
@@ -376,12 +369,12 @@ class VLLMServer:
     def _forget_agreements(self) -> None:
         """Make the next push agree on its transport again, because the engine has other servers now."""
         self.adapters.forget_servers()
-        if self._transport is not None:
-            self._transport.forget()
+        if self.transport is not None:
+            self.transport.forget()
 
     def healthy(self, urls: Collection[str]) -> list[str]:
         """The URLs, of servers outside this engine, at which a server says within a second that it is healthy."""
-        return self.servers.healthy(urls, self._loop)
+        return self.servers.healthy(urls, self.loop)
 
     def name_versions_as(self, other: VLLMServer) -> None:
         """Name weight versions and adapters as another engine does. After one push this engine's servers can then join it.
@@ -402,13 +395,13 @@ class VLLMServer:
             order: URLs of all servers. Of servers with the same load, the first one in this order gets a prompt.
         """
         assert (other.session, other.version) == (self.session, self.version)
-        come = [server.of_engine(self._timeout, self._loop, self.recover) for server in other.servers.all]
+        come = [server.of_engine(self.timeout, self.loop, self.recover) for server in other.servers.all]
         # Servers on another machine may need another transport. If they cannot have it, nothing has changed.
-        transport, before = self._choose([*self._servers, *come]), self._transport
+        transport, before = self.choose([*self._servers, *come]), self.transport
         other.adapters.use_none()
         self.servers.add(come, order)
         self._forget_agreements()
-        self._transport = transport
+        self.transport = transport
         if before is not None:
             before.close()
 
@@ -417,7 +410,7 @@ class VLLMServer:
         self._version = None
         self.adapters.close()
         self._closed.set()
-        if self._transport is not None:
-            self._transport.close()
-        self._loop.close()
+        if self.transport is not None:
+            self.transport.close()
+        self.loop.close()
         self.servers.close()

@@ -1,6 +1,6 @@
 """The arguments with which Lockstep starts vLLM. They are the same for vLLM in the trainer's process and for a server.
 
-`engines/vllm/in_process.py` gives them to `vllm.LLM`, and `server/command.py` puts them on the command line of vLLM's server.
+They become arguments of `vllm.LLM`, or words of the command line of vLLM's server.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from lockstep.engines.tensor_specs import dtype_name
-from lockstep.engines.vllm.patches.norms import CPU_NORMS
+from lockstep.contract.tensors import dtype_name
+from lockstep.engines.vllm.port.patches import CPU_NORMS
 from lockstep.errors import InputError, one_line
 from lockstep.model_files import load_files
 from lockstep.models.state import keeps_state
 
-# The names under which vLLM finds our weight transfers (`sync/vllm/plugin.py`) and our extension of its workers.
+# The names under which vLLM finds our weight transfers (`engines/vllm/plugin.py`) and our extension of its workers.
 IN_PROCESS_BACKEND, SERVER_BACKEND = "lockstep_inprocess", "lockstep"
-WORKER_EXTENSION = "lockstep.sync.vllm.worker.LockstepWorker"
+WORKER_EXTENSION = "lockstep.engines.vllm.worker.LockstepWorker"
 
-# Keys of a request's `extra_args` (`engines/vllm/patches/kept_ids.py`): the largest number of kept ids per token, and bad words as
+# Keys of a request's `extra_args` (`engines/vllm/port/kept_ids.py`): the largest number of kept ids per token, and bad words as
 # ids.
 MAX_KEPT_IDS, BAD_WORDS = "lockstep_max_kept_ids", "lockstep_bad_words"
-# The library that makes the masks of grammars, in the engine and in the trainer (`engines/filters/grammars.py`). Without this
+# The library that makes the masks of grammars, in the engine and in the trainer (`contract/grammars.py`). Without this
 # setting, vLLM would choose a library for each request.
 GRAMMAR_BACKEND = "xgrammar"
 

@@ -1,9 +1,9 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
-The scheduler is in this process. The model is in this process too, or it is split over worker processes (`engines/vllm/workers/`).
-Requests come from an inbox (`engines/inbox.py`). The engine gives their ids to vLLM's engine loop, with their key as the request
-id. Weights come through vLLM's weight-transfer API with the backend of `sync/vllm/backend.py`. vLLM finds that backend through the
-entry point in pyproject.toml.
+The scheduler is in this process. The model is in this process too (`OwnWorker`), or it is split over worker processes
+(`engines/vllm/workers/processes.py`). Requests come from an inbox (`contract/inbox.py`). The engine gives their ids
+to vLLM's engine loop, with their key as the request id. Weights come through vLLM's weight-transfer API with the
+backend of `engines/vllm/receive.py`. vLLM finds that backend through the entry point in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -12,25 +12,19 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from transformers import AutoConfig
 
-from lockstep.engines.adapters.in_process import AdaptersInProcess
-from lockstep.engines.answers import check_request, check_requests, check_scores, check_scoring
+from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requests, check_scores, check_scoring
+from lockstep.contract.probe import EngineModules
+from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.http.requests.messages import agreed_answers
-from lockstep.engines.inbox import Inbox, answer_all
-from lockstep.engines.probe import EngineModules
-from lockstep.engines.protocol import (
-    Completion,
-    EngineSettings,
-    GenerationRequest,
-    LoadedWeights,
-    OnAnswer,
-    RequestKey,
-)
+from lockstep.engines.vllm.adapters import AdaptersInProcess
 from lockstep.engines.vllm.arguments import (
     check_adapters,
     check_quantization,
@@ -39,14 +33,23 @@ from lockstep.engines.vllm.arguments import (
     engine_arguments,
     usual_sequences,
 )
-from lockstep.engines.vllm.requests.check_sent import check_sent, fields_of
-from lockstep.engines.vllm.requests.conversion import completion, prompt_logprobs, sampling_params, scoring_params
-from lockstep.engines.vllm.requests.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
-from lockstep.engines.vllm.sleep import Sleep, SleepLevel, sleep_arguments
+from lockstep.engines.vllm.port.engine import end_steps, has_open_update, shut_down
+from lockstep.engines.vllm.port.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
+from lockstep.engines.vllm.port.requests import (
+    check_sent,
+    completion,
+    fields_of,
+    prompt_logprobs,
+    refusals,
+    sampling_params,
+    scoring_params,
+)
+from lockstep.engines.vllm.port.settings import effective_settings, settings_from
+from lockstep.engines.vllm.port.sleep import Sleep, SleepLevel, sleep_arguments
 from lockstep.engines.vllm.workers.environment import close_at_exit
 from lockstep.engines.vllm.workers.kept_process import process_kept
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
-from lockstep.engines.vllm.workers.start import start_vllm, workers_of
+from lockstep.engines.vllm.workers.start import start_vllm
 from lockstep.errors import InputError, LockstepError, ProofError, foreign_errors, told
 from lockstep.images.pictures import PromptPictures
 from lockstep.model_files import load_files
@@ -73,7 +76,7 @@ class VLLMInProcess:
         tensor_parallel_size: number of worker processes that share the model, each on a GPU of its own. 1: the model is in this
             process.
         transport: chooses how weights reach worker processes; needed only if there are several.
-        sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back (`engines/vllm/sleep.py`); 0: it does nothing.
+        sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back (`port/sleep.py`); 0: it does nothing.
         quantization: vLLM's name of the scheme in which the engine holds the weights in 8 bits; None: in `dtype`.
         engine_kwargs: further arguments of `vllm.LLM`, passed on unchanged.
 
@@ -102,7 +105,7 @@ class VLLMInProcess:
         check_quantization(quantization, dtype, "vllm_quantization")
         if (engine_kwargs or {}).get("enable_lora"):
             check_adapters(dtype, "vllm_enable_lora")
-        self._timeout = timeout
+        self.timeout = timeout
         self._version: int | None = None
         self._model = model
         self._failure = ""
@@ -127,9 +130,9 @@ class VLLMInProcess:
                 self._workers = workers_of(self._llm, transport, timeout)
                 if self.is_split:
                     self._resources.callback(close_at_exit(self.close))
-                self._sleep = Sleep(self._llm, self._call, sleep_level)
+                self.sleeping = Sleep(self._llm, self.call, sleep_level)
                 self.adapters = AdaptersInProcess(
-                    self._llm, self._call, self._workers, self._prepare_push, self.commit_version
+                    self._llm, self.call, self._workers, self._prepare_push, self.commit_version
                 )
                 # A kernel that does not support the model's shapes raises an error only when it first runs.
                 self._run({"trial": ([0, 0], scoring_params())})
@@ -140,11 +143,11 @@ class VLLMInProcess:
                 raise
             raise InputError(f"vLLM cannot load {model}: {error}") from error
 
-    def _call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
+    def call(self, method: str | Callable[..., Any], *args: Any) -> list[Any]:
         """Call a method of every worker, or a function with every worker as its first argument. Returns the results by rank."""
         name = method if isinstance(method, str) else method.__name__
-        with self._noting_failure(), waiting(f"vLLM's workers to do {name}", self._timeout):
-            return self._llm.collective_rpc(method, timeout=self._timeout, args=args)
+        with self._noting_failure(), waiting(f"vLLM's workers to do {name}", self.timeout):
+            return self._llm.collective_rpc(method, timeout=self.timeout, args=args)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -210,13 +213,13 @@ class VLLMInProcess:
         limits: dict[str, float] = {}
         with self._abort_on_error(limits):
             while True:
-                with inbox.taken(engine.get_num_unfinished_requests(), self._timeout) as requests:
+                with inbox.taken(engine.get_num_unfinished_requests(), self.timeout) as requests:
                     if requests is None:
                         return
                     for request in requests:
                         check_request(request, self._version, self._max_model_len, self._vocab_size)
                         held[str(request.key)] = request
-                        limits[str(request.key)] = inbox.now() + (inbox.limit or self._timeout)
+                        limits[str(request.key)] = inbox.now() + (inbox.limit or self.timeout)
                         params = sampling_params(request, partial=inbox.is_watched(request.key))
                         check_sent(request, fields_of(params))
                         self._add(str(request.key), request.prompt_ids.tolist(), params, request.pictures)
@@ -257,27 +260,22 @@ class VLLMInProcess:
         first = next(iter(limits), None)
         if first is not None and now > limits[first]:
             raise LockstepError(
-                f"vLLM did not finish {first} and {len(limits) - 1} other requests within {self._timeout:.0f} s; raise "
+                f"vLLM did not finish {first} and {len(limits) - 1} other requests within {self.timeout:.0f} s; raise "
                 "vllm_server_timeout or lower max_completion_length"
             )
         return finished, [output for output in outputs if not output.finished]
 
     @foreign_errors("vLLM failed when it was given a request")
     def _add(self, name: str, prompt_ids: list[int], params: Any, pictures: PromptPictures | None = None) -> None:
-        from vllm.exceptions import VLLMValidationError
-
         prompt: Any = {"prompt_token_ids": prompt_ids}
         if pictures is not None:
             prompt = prompt_with_pictures(prompt_ids, pictures)
-        try:
+        with refusals(f"request {name}"):
             self._llm.llm_engine.add_request(name, prompt, params, lora_request=self.adapters.request)
-        except (VLLMValidationError, ValueError) as error:
-            # vLLM refuses, for example, a JSON schema with a part that xgrammar would ignore.
-            raise InputError(f"vLLM refuses request {name}: {str(error)[:300]}") from error
 
     def _run(self, requests: Mapping[str, tuple[list[int], Any]]) -> list[RequestOutput]:
         """Run these requests without an inbox. Returns their outputs in the order in which vLLM finished them."""
-        limits = dict.fromkeys(requests, time.monotonic() + self._timeout)
+        limits = dict.fromkeys(requests, time.monotonic() + self.timeout)
         finished = []
         with self._abort_on_error(limits):
             for name, (prompt_ids, params) in requests.items():
@@ -296,31 +294,31 @@ class VLLMInProcess:
             raise
 
     def modules(self, checkpoint_names: tuple[str, ...]) -> EngineModules:
-        from lockstep.engines.vllm.probe.modules import list_modules
+        from lockstep.engines.vllm.port.probe import list_modules
 
-        found = self._call(list_modules, checkpoint_names)
+        found = self.call(list_modules, checkpoint_names)
         # Workers have different parts of the same modules.
         probed = {name: module for one in found for name, module in one.probed.items()}
         return EngineModules(probed, tuple(dict.fromkeys(name for one in found for name in one.unreached)))
 
     def probe(self, names: Sequence[str], seed: int, *, every: bool) -> dict[str, torch.Tensor]:
-        from lockstep.engines.vllm.probe.modules import probe_modules
+        from lockstep.engines.vllm.port.probe import probe_modules
 
         self._check_awake()
-        answers = self._call(probe_modules, tuple(names), seed, every, self.adapters.name)
+        answers = self.call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
 
     def codes(self, names: Sequence[str]) -> dict[str, str]:
-        from lockstep.engines.vllm.probe.quantised import code_digests
+        from lockstep.engines.vllm.port.quantised import code_digests
 
         self._check_awake()
-        return agreed_answers(self._call(code_digests, tuple(names)), "vLLM in this process")
+        return agreed_answers(self.call(code_digests, tuple(names)), "vLLM in this process")
 
     def quantise_inputs(self, wanted: bool) -> bool:
-        from lockstep.engines.vllm.probe.quantised import quantise_inputs
+        from lockstep.engines.vllm.port.quantised import quantise_inputs
 
         self._check_awake()
-        return all(self._call(quantise_inputs, wanted))
+        return all(self.call(quantise_inputs, wanted))
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         self._awake()
@@ -342,25 +340,23 @@ class VLLMInProcess:
 
         Their requests have ended. A step must not compute with weights, or write into a cache, that change under it.
         """
-        engine = self._llm.llm_engine
         with self._noting_failure():
-            while engine.engine_core.engine_core.batch_queue:
-                engine.step()
+            end_steps(self._llm.llm_engine)
 
     def _prepare_push(self) -> None:
         self._refuse_requests()
         self._end_steps()
         with self._noting_failure():
-            self._sleep.wake_weights()
+            self.sleeping.wake_weights()
 
     def begin_update(self) -> None:
         self._prepare_push()
         # vLLM drops its adapters at the end of an update.
         self.adapters.request = None
-        if any(self._call(_has_open_update)):
+        if any(self.call(has_open_update)):
             # An earlier trainer left this update open, and vLLM would refuse every further update.
-            self._call("finish_weight_update")
-        self._call("start_weight_update")
+            self.call("finish_weight_update")
+        self.call("start_weight_update")
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         with self._noting_failure():
@@ -372,14 +368,14 @@ class VLLMInProcess:
         with self._noting_failure():
             engine.reset_mm_cache()
             engine.reset_encoder_cache()
-        if self._reads_pictures and not all(self._call(holds_no_pictures)):
+        if self._reads_pictures and not all(self.call(holds_no_pictures)):
             return False
         return bool(engine.reset_prefix_cache())
 
     @property
     def can_sleep(self) -> bool:
         """Whether the engine was started with a sleep level."""
-        return self._sleep.level > 0
+        return self.sleeping.level > 0
 
     def sleep(self) -> bool:
         """Give memory back. The engine refuses requests until the next push, which wakes it. No request may run.
@@ -392,11 +388,11 @@ class VLLMInProcess:
         self._refuse_requests()
         self._end_steps()
         with self._noting_failure():
-            self._sleep.begin()
-        return self._sleep.level == 2
+            self.sleeping.begin()
+        return self.sleeping.level == 2
 
     def _check_awake(self) -> None:
-        if self._sleep.is_asleep:
+        if self.sleeping.is_asleep:
             raise LockstepError(
                 "vLLM sleeps between two pushes (vllm_enable_sleep_mode) and cannot be asked: push the weights first, or leave "
                 "sleep mode out"
@@ -406,7 +402,7 @@ class VLLMInProcess:
         """Wake everything, or raise an error if no push has come since the engine fell asleep."""
         self._check_awake()
         with self._noting_failure():
-            self._sleep.wake()
+            self.sleeping.wake()
 
     def commit_version(self, version: int) -> None:
         self._llm.update_weight_version(str(version))
@@ -425,7 +421,7 @@ class VLLMInProcess:
             with busy("stopping vLLM"):
                 if hasattr(self, "_workers"):
                     self._workers.close()
-                self._llm.llm_engine.engine_core.shutdown()
+                shut_down(self._llm.llm_engine)
         self._resources.close()
 
 
@@ -471,5 +467,59 @@ def _memory(
     return {"kv_cache_memory_bytes": cpu_cache_bytes(model, dtype, max_model_len, max_num_seqs)}
 
 
-def _has_open_update(worker: Any) -> bool:
-    return worker._weight_update_active
+def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> OwnWorker | WorkerProcesses:
+    """The workers of an engine that was started.
+
+    Args:
+        transport, timeout: as in `WorkerProcesses`; unused if the model is in this process.
+    """
+    if llm.llm_engine.vllm_config.parallel_config.world_size == 1:
+        return OwnWorker(llm)
+    if transport is None:
+        raise InputError("an engine with several workers needs a transport for its weights")
+    return WorkerProcesses(llm, transport, timeout)
+
+
+class OwnWorker:
+    """vLLM's only worker, in the trainer's own process. The tensors of a push pass by reference.
+
+    Args:
+        llm: vLLM's engine.
+
+    Attributes:
+        wire_dtype: as in `WeightReceiver`. None: the engine gets references to the trainer's tensors, and vLLM casts them when it
+            copies them.
+    """
+
+    wire_dtype: torch.dtype | None = None
+
+    def __init__(self, llm: LLM) -> None:
+        from lockstep.engines.vllm.port.kept_ids import record_kept_ids
+
+        self._llm = llm
+        llm.init_weight_transfer_engine({"init_info": {}})
+        llm.collective_rpc(record_kept_ids)
+
+    def settings(self) -> EngineSettings:
+        return settings_from(effective_settings(self._llm.llm_engine.vllm_config))
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str) -> LoadedWeights:
+        """Load the tensors of an update that has begun, and end the update."""
+        self._llm.update_weights({"update_info": {"tensors": tensors, "base": base}})
+        self._llm.finish_weight_update()
+        (acknowledgement,) = self._llm.collective_rpc(_acknowledgement)
+        return acknowledgement
+
+    def keep_adapter(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> LoadedWeights:
+        """Copy the tensors of an adapter. vLLM loads the adapter afterwards."""
+        from lockstep.engines.vllm.port.lora import keep_adapter
+
+        (arrived,) = self._llm.collective_rpc(partial(keep_adapter, name=name, tensors=tensors))
+        return arrived
+
+    def close(self) -> None:
+        """Does nothing: the worker ends with the engine."""
+
+
+def _acknowledgement(worker: Any) -> LoadedWeights:
+    return worker.weight_transfer_engine.acknowledgement

@@ -21,13 +21,13 @@ _NO_KERNEL = "its CPU build has no kernel for the selective scan of Mamba"
 # RotaryEmbedding.forward_cpu. Its kernel takes tokens × heads for the number of positions, and reads behind the end of them.
 _ROTATION = "its CPU kernel rotates the queries of this family by the positions of other tokens"
 
-_ALWAYS = {
+ALWAYS = {
     "apertus": _XIELU,
     "granitemoe": _EXPERTS,
     # Without experts it runs.
     "granitemoehybrid": _EXPERTS,
 }
-_ON_CPU = {
+ON_CPU = {
     "falcon_mamba": _NO_KERNEL,
     "jamba": _NO_KERNEL,
     "lfm2": _ROTATION,
@@ -54,7 +54,7 @@ def refuse_family(model: str, *, elsewhere: bool = False) -> None:
     if family == "granitemoehybrid" and not config.num_local_experts:
         return
     on_cpu = not elsewhere and not torch.cuda.is_available()
-    why = _ALWAYS.get(family) or (_ON_CPU.get(family) if on_cpu else None)
+    why = ALWAYS.get(family) or (ON_CPU.get(family) if on_cpu else None)
     if why is not None:
         raise InputError(
             f"{model} is of the family {family}, which vLLM 0.32 does not run as transformers does: {why}; set use_vllm to false "

@@ -1,6 +1,6 @@
 """Images in the report: small ones, inside the page itself, beside the prompt or the rollout that shows them.
 
-`images/thumbnails.py` makes them. An entry of the report has them under `images`.
+They are thumbnails. An entry of the report has them under `images`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lockstep.errors import PROOFS_PAGE
 from lockstep.report.judged_gap import (
     alone_above,
     closest,
@@ -193,6 +194,7 @@ def failure_section(run: RunRecord) -> Html:
             ("what was found", str(end["found"])),
             ("likely cause", str(end["cause"])),
             ("what to do", str(end["fix"])),
+            ("explained in", f"{PROOFS_PAGE}, row {end['check']}"),
         ]
     else:
         rows = [

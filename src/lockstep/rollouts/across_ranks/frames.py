@@ -1,7 +1,7 @@
 """Converts values of JSON types and arrays to bytes and back: a JSON header, then the memory of each array.
 
-`rollouts/across_ranks/ranks.py` uses it. No pickle is involved. The header has the dtype, shape and offset of each array. Only a
-few dtypes are allowed. If the length of the bytes does not match the header exactly, `decode` refuses them.
+No pickle is involved. The header has the dtype, shape and offset of each array. Only a few dtypes are allowed. If the
+length of the bytes does not match the header exactly, `decode` refuses them.
 """
 
 from __future__ import annotations

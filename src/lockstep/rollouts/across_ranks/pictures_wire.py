@@ -1,7 +1,7 @@
 """The pictures of completions in JSON types and arrays, and back, for ranks that did not sample them.
 
-`rollouts/across_ranks/wire.py` uses it. The pictures of a prompt are not sent: every rank has read them, and finds them by the
-prompt's id. A completion whose pictures are not those of its prompt sends them, each picture once for all completions.
+The pictures of a prompt are not sent: every rank has read them, and finds them by the prompt's id. A completion whose
+pictures are not those of its prompt sends them, each picture once for all completions.
 """
 
 from __future__ import annotations

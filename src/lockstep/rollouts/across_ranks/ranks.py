@@ -95,7 +95,7 @@ class Ranks:
             pack, unpack: convert the value to JSON types and arrays, and back, for the other ranks.
 
         Raises:
-            LockstepError: as in `call`.
+            LockstepError: on every rank, if the work failed, or if a rank did not make the call within the limit.
         """
         made: list[T] = []
 
@@ -111,7 +111,7 @@ class Ranks:
         """Do something on the owner alone while the other ranks wait. Every rank must make this call.
 
         Raises:
-            LockstepError: as in `call`.
+            LockstepError: on every rank, if the work failed, or if a rank did not make the call within the limit.
         """
         self.from_owner(name, work, lambda _: None, lambda _: None)
 
@@ -119,7 +119,7 @@ class Ranks:
         """Return the parts of all ranks on every rank, in the order of ranks. Parts are JSON types and arrays.
 
         Raises:
-            LockstepError: as in `call`.
+            LockstepError: on every rank, if the work failed, or if a rank did not make the call within the limit.
         """
         return self.call(name, part, lambda parts: [list(parts)] * len(parts))
 
@@ -228,7 +228,7 @@ class _Failure:
     @classmethod
     def of(cls, error: BaseException, rank: int) -> _Failure:
         if isinstance(error, ProofError):
-            return cls(rank, "proof", (error.found, error.check, error.cause, error.fix))
+            return cls(rank, "proof", error.fields())
         if isinstance(error, LockstepError):
             kind = "input" if isinstance(error, InputError) else "broken" if isinstance(error, BrokenPass) else "other"
             return cls(rank, kind, (str(error),))
@@ -237,8 +237,7 @@ class _Failure:
     def rebuilt(self) -> LockstepError:
         message, rest = f"rank {self.rank}: {self.fields[0]}", self.fields[1:]
         if self.kind == "proof":
-            check, cause, fix = rest
-            return ProofError(check, message, cause, fix)
+            return ProofError.of_fields(message, *rest)
         return InputError(message) if self.kind == "input" else LockstepError(message)
 
 

@@ -1,7 +1,6 @@
 """Rollout groups and their scores in JSON types and arrays, and back, for ranks that did not sample or score them.
 
-`run/source.py` sends them through `rollouts/across_ranks/ranks.py`. Prompts are not sent, because every rank has the
-same prompts (`training/data/prompts.py` compares them).
+Prompts are not sent, because every rank has the same prompts (`training/data/prompts.py` compares them).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.rollouts.across_ranks.pictures_wire import pictures_from_wire, pictures_to_wire
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, Seal, TurnEnd

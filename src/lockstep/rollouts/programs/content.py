@@ -1,8 +1,7 @@
 """What a tool or an environment gives the model to read: text and pictures, in order.
 
-`rollouts/programs/tools.py` and `rollouts/programs/environments.py` make a `Content` of what the user's code returned. It is made
-in the thread of that code, because a picture is opened and processed there. `rollouts/programs/tool_program.py` puts it into
-messages.
+A `Content` is made of what the user's code returned. It is made in the thread of that code, because a picture is
+opened and processed there. Then it becomes a part of a message.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from PIL import Image
 from lockstep.errors import InputError
 from lockstep.images.data_urls import to_data_url
 from lockstep.images.pictures import Picture
-from lockstep.rollouts.scores.coroutines import is_coroutine_function
+from lockstep.threads import is_coroutine_function
 from lockstep.tokens.conversation import template
 from lockstep.tokens.picture_ids import picture_part
 

@@ -1,10 +1,10 @@
 """Environments: objects that a rollout acts on through their methods, with TRL's convention `environment_factory`.
 
-A trainer's `environment_factory` comes here. The public methods of an environment are tools of its rollout. `reset(**row)` begins
-the rollout and may give text or content blocks that are appended to the last message of the prompt. `get_reward()` may give the
-rollout's reward.
-`next_user_message(answer)` is ours: it may answer a turn that calls no tool with a message of the user, as text games do.
-`rollouts/programs/tool_program.py` takes one environment per rollout. When the rollout is scored, it gives the environment back.
+A trainer's `environment_factory` comes here. The public methods of an environment are tools of its rollout.
+`reset(**row)` begins the rollout and may give text or content blocks that are appended to the last message of the
+prompt. `get_reward()` may give the rollout's reward. `next_user_message(answer)` is ours: it may answer a turn that
+calls no tool with a message of the user, as text games do. Each rollout has one environment. When the rollout is
+scored, it gives the environment back.
 
 The constructors and plain methods of all environments run in one thread, as plain tools do (`rollouts/programs/tools.py`), and the
 reward functions that read them run there too. A class or factory with the attribute `own_thread = True` gets a thread per

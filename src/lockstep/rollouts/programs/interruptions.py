@@ -1,8 +1,8 @@
 """Interrupts completions that think for too long: an end of thinking is inserted after their ids, and they continue to an answer.
 
-These are the forced-length interruptions of ScaleRL (arXiv 2510.13786). `run/source.py` gives this program to the
-driver. The inserted ids are context, like a prompt. They were not sampled, so the policy does not learn from them and the proof
-leaves them out (`Completion.sampled`).
+These are the forced-length interruptions of ScaleRL (arXiv 2510.13786). It is a program of the driver. The inserted
+ids are context, like a prompt. They were not sampled, so the policy does not learn from them and the proof leaves them
+out (`Completion.sampled`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.engines.protocol import Sampling, derived_seed
+from lockstep.contract.protocol import derived_seed
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.rollouts.conversation import Conversation, Program, check_several_calls
 from lockstep.tokens.arrays import Ids

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, FinishReason, RequestKey
+from lockstep.contract.protocol import Completion, FinishReason, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import PromptPictures
 from lockstep.images.prompts import ImagePrompts

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.engines.protocol import derived_seed
+from lockstep.contract.protocol import derived_seed
 from lockstep.errors import InputError
 from lockstep.images.pictures import PromptPictures
 from lockstep.images.prompts import ImagePrompts

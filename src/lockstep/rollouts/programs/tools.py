@@ -1,7 +1,7 @@
 """Tools: Python functions that the model may call during a rollout, with TRL's convention.
 
-A trainer's `tools` come here. Type hints and the Google-style docstring of a function make its JSON schema, which the chat template
-shows to the model. `rollouts/programs/tool_program.py` runs the calls of each turn.
+A trainer's `tools` come here. Type hints and the Google-style docstring of a function make its JSON schema, which the
+chat template shows to the model. `ToolCalls` runs the calls of a rollout's turns.
 
 | function | where it runs |
 |---|---|
@@ -9,6 +9,11 @@ shows to the model. `rollouts/programs/tool_program.py` runs the calls of each t
 | plain function | in the thread that serves the engine, most often the main thread; one call after the other |
 | the same, with generations ahead | in one other thread, the same for the whole run; one call after the other |
 | with the attribute `own_thread = True`, or the field `tool_threads` | a thread per call; calls run concurrently |
+
+Proof `tool_results`.
+Shows: the thread that ran a tool call names the call, and it is the call that gets the result.
+Does not show: a tool that mixes up its own results; a result that is an error.
+When: every tool call.
 """
 
 from __future__ import annotations
@@ -25,14 +30,12 @@ from typing import Any, NamedTuple, TypeVar
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
-from lockstep.engines.errands import Errands
-from lockstep.engines.http.call_loop import CallLoop
+from lockstep.contract.inbox import Errands
 from lockstep.errors import InputError, LockstepError, ProofError, one_line
 from lockstep.report.waits import waiting
 from lockstep.rollouts.programs.content import Content, Process, content_of, giving, printable, shows_no_images
 from lockstep.rollouts.programs.workers import Here, Raised, TookTooLong, Worker, in_loop, in_thread
-from lockstep.rollouts.scores.coroutines import is_coroutine_function
-from lockstep.rollouts.scores.guarded_call import uses_signal
+from lockstep.threads import CallLoop, is_coroutine_function, uses_signal
 
 Schema = dict[str, Any]
 T = TypeVar("T")
@@ -110,7 +113,8 @@ def tools_of(functions: Sequence[Callable[..., Any]]) -> dict[str, Tool]:
     """Tools by name.
 
     Raises:
-        InputError: as in `tool_of`; or two functions have the same name.
+        InputError: a function has no name, no docstring, or arguments without a type or a description; or two have the same
+            name.
     """
     found: dict[str, Tool] = {}
     for function in functions:

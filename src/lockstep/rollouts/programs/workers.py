@@ -1,9 +1,8 @@
 """Places where a user's tools and environments run, each call with a time limit.
 
-`rollouts/programs/tools.py` and `rollouts/programs/environments.py` call them. Plain functions run in the thread that serves the
-engine (`Here`), because signals and connections work there, or in another thread (`Worker`). What hangs is ended. In another
-thread a call that blocks cannot be ended: it keeps its thread, and the caller continues without it. These threads do not keep the
-process alive.
+Plain functions run in the thread that serves the engine (`Here`), because signals and connections work there, or in
+another thread (`Worker`). What hangs is ended. In another thread a call that blocks cannot be ended: it keeps its
+thread, and the caller continues without it. These threads do not keep the process alive.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from lockstep.engines.errands import Errands
+from lockstep.contract.inbox import Errands
 from lockstep.errors import LockstepError
-from lockstep.rollouts.scores.coroutines import USERS_LOOP
-from lockstep.rollouts.scores.guarded_call import OutOfTime, ended_within, torch_as_before
+from lockstep.threads import USERS_LOOP, OutOfTime, ended_within, torch_as_before
 
 T = TypeVar("T")
 

@@ -1,7 +1,11 @@
 """Scores groups while the engine is still sampling: a group is scored as soon as its last rollout has arrived.
 
-Finished rollouts arrive one by one, in any order. `run/source.py` takes the scores after the whole
-generation has been checked. Groups are scored one at a time, in one thread beside the engine's.
+Finished rollouts arrive one by one, in any order. The scores are taken after the whole generation has been checked.
+Groups are scored one at a time, in one thread beside the engine's.
+
+Proof `answers`.
+Shows: the completions of a generation are those that were scored during sampling (only with `overlap_rewards`).
+When: every generation.
 """
 
 from __future__ import annotations

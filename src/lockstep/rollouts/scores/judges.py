@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from lockstep.errors import InputError
 from lockstep.rollouts.call_fits import not_callable_as
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.scores.guarded_call import TooSlow, call_within
 from lockstep.rollouts.scores.reward_log import RewardLog
 from lockstep.rollouts.scores.rewards import RewardRaised, check_finished
+from lockstep.threads import TooSlow, call_within
 
 NO_VERDICT = -1
 

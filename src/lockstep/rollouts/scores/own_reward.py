@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.rollouts.scores.coroutines import run_coroutine
+from lockstep.threads import run_coroutine
 
 # Seconds that one call of `get_reward` may take.
 _LIMIT = 600.0

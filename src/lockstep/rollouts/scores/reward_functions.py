@@ -1,7 +1,4 @@
-"""Makes reward functions from `reward_funcs`: functions stay as they are, names and models become reward models.
-
-A trainer's constructor calls it, and `rollouts/scores/rewards.py` calls the functions.
-"""
+"""Makes reward functions from `reward_funcs`: functions stay as they are, names and models become reward models."""
 
 from __future__ import annotations
 

@@ -21,9 +21,16 @@ from lockstep.images.reading import with_opened_images
 from lockstep.report.waits import waiting
 from lockstep.rollouts.call_fits import not_callable_by_name
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.scores.coroutines import Interrupted, is_coroutine_function, run_coroutine, unwrapped
-from lockstep.rollouts.scores.guarded_call import TooSlow, call_within, uses_signal
 from lockstep.rollouts.scores.reward_log import Extras, RewardLog
+from lockstep.threads import (
+    Interrupted,
+    TooSlow,
+    call_within,
+    is_coroutine_function,
+    run_coroutine,
+    unwrapped,
+    uses_signal,
+)
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 Scores = list[float | None]

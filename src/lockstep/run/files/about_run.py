@@ -1,6 +1,6 @@
 """`about.json`: what a run is, for readers of its directory: method, model, data, settings, versions and machine.
 
-`run/trainers/hooks/run_files.py` writes it when training begins. The report reads it.
+It is written when training begins. The report reads it.
 """
 
 from __future__ import annotations

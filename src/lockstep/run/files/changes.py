@@ -1,8 +1,7 @@
 """Numbers of the loss that a user changes at the trainer while a run exists: `trainer.beta = 0.02`.
 
-`run/trainers/trl_names.py` makes the changes. Each has a line in the receipt, and a checkpoint keeps them
-(`run/files/method_state.py`), so that a resumed run goes on with the same numbers. The loss and its proofs read them
-from the config at every step.
+Attributes of the trainer make the changes. Each has a line in the receipt, and a checkpoint keeps them, so that a
+resumed run goes on with the same numbers. The loss and its proofs read them from the config at every step.
 """
 
 from __future__ import annotations

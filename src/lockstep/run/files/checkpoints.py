@@ -164,9 +164,8 @@ def clear_places(output_dir: Path) -> None:
 def cut_back(output_dir: str | Path, checkpoint: Path | None) -> None:
     """Reset a run to `checkpoint`: remove later checkpoints and later log lines. None: the run starts from the beginning.
 
-    If the receipt names a later checkpoint that is gone, more is lost than a kill can lose. Then the logs are kept beside
-    the new ones, and the user is told. Later rollouts go when the run begins (`run/trainers/hooks/run_files.py`),
-    because it may still be refused.
+    If the receipt names a later checkpoint that is gone, more is lost than a kill can lose. Then the logs are kept
+    beside the new ones, and the user is told. Later rollouts go when the run begins, because it may still be refused.
     """
     folder = Path(output_dir)
     step = checkpoint_step(checkpoint) if checkpoint is not None else 0

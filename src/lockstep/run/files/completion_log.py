@@ -1,6 +1,6 @@
 """`log_completions`: at every log, show completions of the generation that the trainer learned from last.
 
-`run/trainers/online.py` calls it. The completions go to `report/completions.py` and to trackers as plain rows.
+The completions go to `report/completions.py` and to trackers as plain rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sends the table of `log_completions` to trackers: Weights & Biases, trackio and TensorBoard.
 
-`run/files/completion_log.py` gives the rows, just before the trainer sends the figures of the same log. The trackers are those that
+The rows are given just before the trainer sends the figures of the same log. The trackers are those that
 `transformers.Trainer` has opened for `report_to`.
 """
 

@@ -1,7 +1,7 @@
 """One process at a time writes into the directory of a run. A process that ends in any way, for example by a kill, leaves no lock.
 
-Commands hold the lock from their start to their end (`run_directory.py`). A trainer of a script holds it while it trains, and
-while it writes an evaluation (`run/trainers/`).
+Commands hold the lock from their start to their end. A trainer of a script holds it while it trains, and while it
+writes an evaluation (`run/trainers/`).
 """
 
 from __future__ import annotations

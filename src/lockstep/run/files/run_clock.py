@@ -1,6 +1,6 @@
 """The time that a run's chat templates read: that of its first start, also after a resume.
 
-The receipt's `start` lines have it. `run/trainers/online.py` asks for it before it renders a prompt.
+The receipt's `start` lines have it. It is asked for before a prompt is rendered.
 """
 
 from __future__ import annotations

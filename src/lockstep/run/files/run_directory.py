@@ -87,7 +87,7 @@ def open_run_together(ranks: Ranks, output_dir: str | Path, settings: dict[str, 
     Every rank must call this. The directory must have the same path on every rank.
 
     Raises:
-        InputError: as in `open_run`, on every rank.
+        InputError: rank 0 cannot use the directory. Every rank raises it.
     """
     with ExitStack() as held:
         yield ranks.from_owner(

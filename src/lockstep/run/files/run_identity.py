@@ -1,7 +1,7 @@
 """Which configuration fields must stay the same when a run continues, and which may change.
 
-The fields come from the config of a training command. They are stored in `run.json` in the run's directory
-(`run_directory.py`). A later command that continues the run compares its own config with `run.json`.
+The fields come from the config of a training command. They are stored in `run.json` in the run's directory. A later
+command that continues the run compares its own config with `run.json`.
 """
 
 from __future__ import annotations

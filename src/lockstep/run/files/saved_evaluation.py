@@ -1,6 +1,6 @@
 """`before.json` and `after.json`: the evaluations before and after training, with a few of their rollouts.
 
-`run/trainers/hooks/run_files.py` writes them, and a run that goes on reads `before.json` again.
+A run that goes on reads `before.json` again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rollouts as plain values for `report/`: turns with their tokens, gaps and advantages, inserted text, tool calls and results.
 
-`run/trainers/hooks/run_files.py` makes them from evaluated groups, whose tokens the policy of that moment has sampled, and
-from one group of some generations of training.
+They are made from evaluated groups, whose tokens the policy of that moment has sampled, and from one group of some
+generations of training.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.images.reading import text_of_content
 from lockstep.images.thumbnails import thumbnails_of_messages
 from lockstep.rollouts.group import Rollout, RolloutGroup

@@ -1,6 +1,6 @@
 """Checks what surrounds the checkpoint from which a run continues: its receipt and its metrics.
 
-`run/files/run_directory.py` calls it before anything is changed or loaded.
+It is done before anything is changed or loaded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One public attribute of a trainer that TRL's trainers have too: what it reads from the run, and what an assignment does.
 
-`run/trainers/trl_names.py` lists the attributes. Nothing is stored twice: an attribute reads what the run itself uses. So an
-assignment either changes that, or is refused.
+Nothing is stored twice: an attribute reads what the run itself uses. So an assignment either changes that, or is
+refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Evaluates a trainer's policy by sampling: on its evaluation sets, or on other rows.
 
-`run/trainers/online.py` extends the class. The prompts come from `training/data/`, and the rollouts from the loop.
+The prompts come from `training/data/`, and the rollouts from the loop.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from lockstep.run.source import RolloutSource
 from lockstep.run.trainers.hooks.run_files import RunFiles
 from lockstep.run.trainers.setup.argument_kinds import check_open
 from lockstep.run.trainers.trl_names import TRLNames
-from lockstep.training.data.given_data import SINGLE, named_sets, read_sets
-from lockstep.training.data.prompts import check_dataset, with_empty_prompts
+from lockstep.training.data.prompts import SINGLE, check_dataset, named_sets, read_sets, with_empty_prompts
 from lockstep.training.generate.metrics import evaluation_metrics
 from lockstep.watch.inputs import data_digest
 from lockstep.watch.rewards import count_seen
@@ -74,7 +73,7 @@ class EvaluatesBySampling(TRLNames):
             the names begin with `eval_math_`.
 
         Raises:
-            InputError: there is no evaluation set, or as in `lockstep.training.data.prompts`.
+            InputError: there is no evaluation set, or its rows cannot be prompts.
             ProofError: trainer and engine do not agree, or other rows than those of the evaluation set were evaluated.
         """
         check_open(self._is_closed)
@@ -119,7 +118,8 @@ class EvaluatesBySampling(TRLNames):
             `predictions` are the texts, (rows, completions per row); there are no `label_ids`; `metrics` are those of `evaluate`.
 
         Raises:
-            InputError, ProofError: as in `evaluate`.
+            InputError: there is no evaluation set, or its rows cannot be prompts.
+            ProofError: trainer and engine do not agree, or other rows were evaluated.
         """
         check_open(self._is_closed)
         prompts = [p for own in self._evaluated(test_dataset).values() for p in own]

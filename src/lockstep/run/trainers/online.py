@@ -19,9 +19,9 @@ from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from lockstep.contract.protocol import Engine
 from lockstep.definitions.optimizer import optimizer_fields
 from lockstep.definitions.settings import user_settings
-from lockstep.engines.protocol import Engine
 from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
@@ -78,9 +78,8 @@ from lockstep.training.config.built_once import check_adapter
 from lockstep.training.config.checks import check_installed
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
-from lockstep.training.data.given_data import SINGLE, GivenData, read_data
 from lockstep.training.data.prompt_order import MicroBatch, PromptLoader, make_loader, order_of
-from lockstep.training.data.prompts import read_prompts
+from lockstep.training.data.prompts import SINGLE, GivenData, read_data, read_prompts
 from lockstep.training.data.rehearsal import rehearse_functions
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.forward.policy import open_policy
@@ -272,7 +271,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.objective.router_coefficient = router_coefficient(policy, args)
         if ref_model is not None:
             check_reference_model(policy, ref_model)
-        self._rules = IdRules.of_run(sampling_of(args, tokenizer, ends, banned), policy, tokenizer)
+        self.rules = IdRules.of_run(sampling_of(args, tokenizer, ends, banned), policy, tokenizer)
         self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], longest)
         self._order = order_of(self._train_prompts, args, shuffle=args.shuffle_dataset and not data.ordered)
         self._loader = make_loader(self._train_prompts, self._order, args)
@@ -353,7 +352,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self.clock,
             self.step_log.note,
             self.settings,
-            self._rules,
         )
         self.loop = self.loop_class(
             self.objective,

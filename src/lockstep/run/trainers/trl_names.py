@@ -57,8 +57,8 @@ def _hub_errors(folder: str | None) -> Iterator[None]:
 
 
 _CONNECTION = (
-    "it is TRL's own connection to vLLM; the engine is trainer.engine (lockstep.engines.protocol), and a rollout_func samples with "
-    "generate_rollout_completions"
+    "it is TRL's own connection to vLLM; the engine is trainer.engine (lockstep.contract.protocol), and a rollout_func samples "
+    "with generate_rollout_completions"
 )
 _EVENT_LOOP = "it is TRL's event loop for coroutines; Lockstep runs the coroutines of rewards and tools itself"
 _LOSS = "it is a part of TRL's loss; the parts of this one are the functions of lockstep.algorithms"

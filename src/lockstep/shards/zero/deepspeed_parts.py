@@ -1,7 +1,7 @@
 """The calls into DeepSpeed: it partitions tensors over ranks, gathers them, frees them, and reduces gradients.
 
-`weights.py` calls these functions. They import DeepSpeed when the first model is sharded, because the import takes long and only a
-run with ZeRO-3 needs it.
+They import DeepSpeed when the first model is sharded, because the import takes long and only a run with ZeRO-3 needs
+it.
 """
 
 from __future__ import annotations

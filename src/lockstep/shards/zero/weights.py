@@ -108,7 +108,7 @@ class _Weight:
             local_part(self.part.grad).add_(reduced)
 
 
-class _Group:
+class WeightGroup:
     """Weights that are gathered, freed and reduced together: those of one layer, or those of no layer."""
 
     def __init__(self, weights: list[_Weight], group: dist.ProcessGroup) -> None:
@@ -157,7 +157,7 @@ class _AfterBackward(torch.autograd.Function):
     """Gives its inputs on unchanged, and ends a group's backward when their gradients are known."""
 
     @staticmethod
-    def forward(ctx: Any, group: _Group, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, group: WeightGroup, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
         return tensors
 
@@ -211,7 +211,7 @@ class ZeroWeights:
             del own
             weights = _shard(found, mesh, device, None if root is model else cast)
             self._named |= dict(zip(named, weights, strict=True))
-            self._groups.append(_Group(weights, mesh.get_group()))
+            self._groups.append(WeightGroup(weights, mesh.get_group()))
         self._groups.insert(0, self._groups.pop())
         for layer, group in zip(layers, self._groups[1:], strict=True):
             self._add_hooks(layer, group)
@@ -256,7 +256,7 @@ class ZeroWeights:
     def _note_backward(self, gradient: torch.Tensor) -> None:
         self._backward_began = True
 
-    def _add_hooks(self, layer: torch.nn.Module, group: _Group) -> None:
+    def _add_hooks(self, layer: torch.nn.Module, group: WeightGroup) -> None:
         def before_forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             group.gather()
             return _with_end(group, args, kwargs) if torch.is_grad_enabled() else None
@@ -278,7 +278,7 @@ class ZeroWeights:
         layer.register_forward_hook(after_forward)
 
 
-def _with_end(group: _Group, args: Any, kwargs: Any) -> Any:
+def _with_end(group: WeightGroup, args: Any, kwargs: Any) -> Any:
     """The arguments of a layer, such that the group's backward ends when their gradients are known."""
     flat, form = tree_flatten((args, kwargs))
     places = [i for i, given in enumerate(flat) if isinstance(given, torch.Tensor) and given.requires_grad]

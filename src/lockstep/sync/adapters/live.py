@@ -1,8 +1,8 @@
 """Compares the adapter that a push has sent with the live model: the bytes of the factors A and B, and the forward of the layers.
 
-The source could give an old adapter, or one with a wrong scaling. The engine would receive exactly this adapter, and no comparison
-of the two would find the fault. Therefore this module compares with the layers of the model itself. `sync/adapters/push.py` calls
-it before a version is committed.
+The source could give an old adapter, or one with a wrong scaling. The engine would receive exactly this adapter, and
+no comparison of the two would find the fault. Therefore this module compares with the layers of the model itself. The
+comparison comes before a version is committed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from lockstep.engines.adapters.receiver import DOWN, UP
-from lockstep.engines.protocol import TensorSpec
-from lockstep.engines.tensor_specs import tensor_specs
+from lockstep.contract.adapters import DOWN, UP
+from lockstep.contract.tensors import TensorSpec, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model
 from lockstep.models.quantised import dequantised, is_quantised

@@ -2,9 +2,16 @@
 
     base (only where the engine does not hold it) → adapter → compare what arrived, and what the engine holds → commit the version
 
-`watch/push.py` calls it in place of `sync/push.py`, and proves the result. The engine computes the digest of the base
-weights that it holds. If this digest equals the digest of the model's base weights, the base is not sent. Therefore a second run
-can use a server that already holds the same base. A server that was restarted gets the base again.
+The engine computes the digest of the base weights that it holds. If this digest equals the digest of the model's base
+weights, the base is not sent. Therefore a second run can use a server that already holds the same base. A server that
+was restarted gets the base again.
+
+Proof `adapter`.
+Shows: with `vllm_enable_lora`: A and scaling × B of every layer of the adapter are in the slots that vLLM computes
+with, bit for bit; they are read back from there.
+Does not show: with tensor parallelism nothing is read back; that the layers use the slots (`adapter_probe` shows
+this).
+When: every push.
 """
 
 from __future__ import annotations
@@ -13,15 +20,14 @@ import time
 
 import torch
 
-from lockstep.engines.adapters.receiver import AdapterReceiver
-from lockstep.engines.device_digest import key_for
-from lockstep.engines.protocol import Engine, LoadedWeights
-from lockstep.engines.tensor_specs import digest_under, key_of, one_push
+from lockstep.contract.adapters import AdapterReceiver
+from lockstep.contract.device_digest import key_for
+from lockstep.contract.protocol import Engine
+from lockstep.contract.tensors import LoadedWeights, digest_under, key_of, one_push
 from lockstep.errors import InputError, ProofError
 from lockstep.sync.adapters.live import check_adapter_live
 from lockstep.sync.adapters.source import AdapterSource, BaseSource, adapter_shape, check_alone
-from lockstep.sync.changes import Update
-from lockstep.sync.push import SyncRecord, check_loaded
+from lockstep.sync.push import SyncRecord, Update, check_loaded
 from lockstep.sync.source import Manifest
 
 

@@ -1,7 +1,7 @@
 """The two parts of a model with an adapter, each as a source of a push: its base weights, and the adapter alone.
 
-`sync/adapters/push.py` sends the base once and then the adapter alone, to vLLM's own LoRA. The other way is in
-`sync/adapters/merged.py`: both parts become one merged model. That module also finds the adapted layers, for both ways.
+The base is sent once and then the adapter alone, to vLLM's own LoRA. The other way is in `sync/source.py`:
+both parts become one merged model. That module also finds the adapted layers, for both ways.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from collections.abc import Iterator
 
 import torch
 
-from lockstep.engines.adapters.receiver import DOWN, UP
+from lockstep.contract.adapters import DOWN, UP
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, head_name, is_adapted
 from lockstep.models.quantised import is_quantised
-from lockstep.sync.adapters.merged import AdaptedSource, active_factors, full_factors, is_dora, is_module_to_save
-from lockstep.sync.source import PlainSource
+from lockstep.sync.source import AdaptedSource, PlainSource, active_factors, full_factors, is_dora, is_module_to_save
 
 _MERGED_INSTEAD = "; leave vllm_enable_lora out, and merged weights are sent instead"
 

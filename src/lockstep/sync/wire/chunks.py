@@ -1,6 +1,7 @@
 """Cuts a stream of tensors into chunks that fit a buffer, and lays out one chunk in memory.
 
-Both ends of every transport use it: the sender lays the tensors out, and the worker reads them back. Its functions are pure.
+It serves both ends of every transport: the sender lays the tensors out, and the worker reads them back. Its functions
+are pure.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.engines.tensor_specs import dtype_name
+from lockstep.contract.tensors import dtype_name
 
 CHUNK_BYTES = 64 << 20
 # Tensors of every dtype, and cache lines, may start at a multiple of this many bytes.

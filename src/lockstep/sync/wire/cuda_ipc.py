@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.engines.http.transport import WeightReceiverCalls
 from lockstep.errors import InputError, one_line
 from lockstep.sync.wire.nccl import identity_of
+from lockstep.sync.wire.receivers import WeightReceiverCalls
 from lockstep.sync.wire.shared_memory import NoRoom, Segment, SharedMemoryTransport
 
 NAME = "cuda_ipc"
@@ -32,7 +32,7 @@ NAME = "cuda_ipc"
 _KIND, _CUDA_BYTES = b"\x02c", 64
 # The file in which PyTorch counts who uses the memory, and the number of counters in it. PyTorch writes to the counter that a
 # handle names without a look at its number.
-_COUNTER_FILE, _COUNTERS = re.compile(rb"/torch_\d+_\d+_\d+"), 10_000
+COUNTER_FILE, COUNTERS = re.compile(rb"/torch_\d+_\d+_\d+"), 10_000
 _TEST_BYTES = 32
 
 
@@ -73,24 +73,24 @@ class CudaIPCTransport(SharedMemoryTransport):
     def __init__(self, timeout: float, device: torch.device) -> None:
         super().__init__(timeout)
         self._device = device
-        self._buffer: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None
 
     def close(self) -> None:
         super().close()
-        self._buffer = None
+        self.buffer = None
 
     def _shared_buffer(self, size: int, servers: int) -> tuple[torch.Tensor | None, list[dict[str, Any]]]:
         # A worker of a failed push may still read the buffer, but then its server does not serve what it has read. So the buffer
         # is used again: memory that a killed process had mapped is never given back to the allocator.
-        if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = None
+        if self.buffer is None or self.buffer.numel() < size:
+            self.buffer = None
             try:
-                self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+                self.buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
             except torch.OutOfMemoryError as error:
                 raise NoRoom(
                     f"the GPU has no room for a buffer of {size >> 20} MiB, through which weights go to the server"
                 ) from error
-        return self._buffer, [{"buffer": list(exported(self._buffer))} for _ in range(servers)]
+        return self.buffer, [{"buffer": list(exported(self.buffer))} for _ in range(servers)]
 
 
 def exported(buffer: torch.Tensor) -> Handle:
@@ -145,7 +145,8 @@ def open_segment(name: str, size: int, handle: Sequence[object] | None, device: 
     """The worker's end of a trainer's segment, with the buffer whose handle came with it.
 
     Raises:
-        ValueError, RuntimeError: as in `mapped` and `Segment`.
+        ValueError: a name or a handle is not what it must be, or belongs to another user or GPU.
+            RuntimeError: CUDA cannot map the memory.
     """
     return Segment(name, size, None if handle is None else mapped(handle, device))
 
@@ -160,7 +161,7 @@ def _checked(handle: Sequence[object], device: torch.device) -> Handle:
     memory, event = _bytes(found.memory), _bytes(found.event)
     if memory[: len(_KIND)] != _KIND or len(memory) != len(_KIND) + _CUDA_BYTES or len(event) != _CUDA_BYTES:
         raise ValueError(f"{found.memory!r:.200} and {found.event!r:.200} are no handles of CUDA")
-    if not _COUNTER_FILE.fullmatch(found.counter_file.encode()) or not 0 <= found.counter < _COUNTERS:
+    if not COUNTER_FILE.fullmatch(found.counter_file.encode()) or not 0 <= found.counter < COUNTERS:
         raise ValueError(f"{found.counter_file!r:.200}, {found.counter} is no counter of PyTorch")
     whole = torch.cuda.get_device_properties(device).total_memory
     if found.size <= 0 or not 0 <= found.offset <= whole - found.size:

@@ -1,8 +1,8 @@
 """What changed in a tensor, as bytes: the places of the elements that differ, and their new values. Nothing is rounded.
 
-The trainer compares a tensor with its copy of what a server holds (`sync/changes.py`), and the transports send the result. The
-server's worker keeps a copy of each tensor (`ReceivedWeights`), and writes the new values into it. The new values themselves are
-sent, because adding differences would round.
+The trainer compares a tensor with its copy of what a server holds, and the transports send the result. The server's
+worker keeps a copy of each tensor (`ReceivedWeights`), and writes the new values into it. The new values themselves
+are sent, because adding differences would round.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lockstep.sync.wire.chunks import Named
 
 # The entry in the counts of a chunk for a tensor that is sent as a whole.
 WHOLE = -1
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_GAP_BYTES, _LARGEST_GAP = 2, 0xFFFF
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GAP_BYTES, LARGEST_GAP = 2, 0xFFFF
 # Words of eight bytes that are compared at a time.
-_WORDS_AT_A_TIME = 1 << 20
+WORDS_AT_A_TIME = 1 << 20
 # Matches the beginning of a tensor's name up to the part that engines fuse: one layer's attention, or one layer's MLP.
 _PART_OF_A_LAYER = re.compile(r"(.*?\.\d+\.[^.]+)\.")
 
@@ -56,7 +56,7 @@ def changes_between(old: torch.Tensor, new: torch.Tensor) -> tuple[int, Changes 
     Returns:
         The number of elements that differ, and the changes. Instead of the changes None, if the whole tensor has no more bytes.
     """
-    bits = _BITS[new.dtype.itemsize]
+    bits = BITS[new.dtype.itemsize]
     before, after = (tensor.flatten().view(bits).numpy() for tensor in (old, new))
     places = _differing(before, after)
     if not len(places):
@@ -84,7 +84,7 @@ def apply_changes(tensor: torch.Tensor, changes: Changes) -> None:
     places = np.cumsum(raw[size:].view(np.uint16), dtype=np.int64) - 1
     if changes.elements and not 0 <= places[0] <= places[-1] < tensor.numel():
         raise ValueError(f"changes up to element {places[-1]} do not fit a tensor of {tensor.numel()} elements")
-    held = tensor.view(-1).view(_BITS[tensor.dtype.itemsize]).numpy()
+    held = tensor.view(-1).view(BITS[tensor.dtype.itemsize]).numpy()
     held[places] = raw[:size].view(held.dtype)
 
 
@@ -189,8 +189,8 @@ def _differing(before: npt.NDArray, after: npt.NDArray) -> npt.NDArray[np.int64]
     whole = len(after) // per_word * per_word
     old, new = before[:whole].view(np.int64), after[:whole].view(np.int64)
     found = [np.flatnonzero(before[whole:] != after[whole:]) + whole]
-    for start in reversed(range(0, len(new), _WORDS_AT_A_TIME)):
-        words = np.flatnonzero(old[start : start + _WORDS_AT_A_TIME] != new[start : start + _WORDS_AT_A_TIME]) + start
+    for start in reversed(range(0, len(new), WORDS_AT_A_TIME)):
+        words = np.flatnonzero(old[start : start + WORDS_AT_A_TIME] != new[start : start + WORDS_AT_A_TIME]) + start
         elements = np.flatnonzero(old[words].view(after.dtype) != new[words].view(after.dtype))
         found.append(words[elements // per_word] * per_word + elements % per_word)
     return np.concatenate(found[::-1])
@@ -199,10 +199,10 @@ def _differing(before: npt.NDArray, after: npt.NDArray) -> npt.NDArray[np.int64]
 def _with_bridges(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The places, and additional places in between wherever two places are too far apart for one gap."""
     previous = np.concatenate([[-1], places[:-1]])
-    far = np.flatnonzero(places - previous > _LARGEST_GAP)
+    far = np.flatnonzero(places - previous > LARGEST_GAP)
     if not len(far):
         return places
     bridges = [
-        previous[i] + _LARGEST_GAP * np.arange(1, math.ceil((places[i] - previous[i]) / _LARGEST_GAP)) for i in far
+        previous[i] + LARGEST_GAP * np.arange(1, math.ceil((places[i] - previous[i]) / LARGEST_GAP)) for i in far
     ]
     return np.sort(np.concatenate([places, *bridges]))

@@ -7,8 +7,8 @@ half-chunks, so that a server can receive one while it loads the other. A server
 larger. Only bytes are sent: nothing is unpickled. Both ends prove that they know the secret of the push before the first weight is
 sent (`groups/proof.py`).
 
-If one server fails, the push ends for all of them: the trainer writes a key into the store, and every worker looks for this key
-while it waits. Gloo itself would wait until its time limit, and NCCL without end. `sync/wire/nccl.py` has what only NCCL needs.
+If one server fails, the push ends for all of them: the trainer writes a key into the store, and every worker looks for
+this key while it waits. Gloo itself would wait until its time limit, and NCCL without end.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
-from lockstep.engines.tensor_specs import push_key
+from lockstep.contract.tensors import push_key
 from lockstep.errors import EngineLost
 from lockstep.report.waits import waiting
-from lockstep.sync.changes import may_be_base, meta_tensors, pieces
+from lockstep.sync.push import may_be_base, meta_tensors, pieces
 from lockstep.sync.wire.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, buffer_bytes, chunks, layout, views
 from lockstep.sync.wire.deltas import Piece, arrived_pieces, available_bytes, count_of, piece_bytes, raw_bytes
 from lockstep.sync.wire.groups.channel import SENDER, GlooChannel
 from lockstep.sync.wire.groups.devices import KeptChannel
 from lockstep.sync.wire.groups.meeting import Meeting, connect, listen, open_store, own_address, ready_key
 from lockstep.sync.wire.groups.proof import new_secret
+from lockstep.sync.wire.receivers import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.to_device import sent
 
 _logger = logging.getLogger(__name__)
@@ -179,7 +179,7 @@ class Receiver:
         environment: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._kept = KeptChannel(device, environment)
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = torch.empty(0, dtype=torch.uint8)
 
     def receive(
         self, info: Mapping[str, Any], parts: Sequence[Sequence[Sequence[object]]]
@@ -211,7 +211,7 @@ class Receiver:
 
         def receive_chunk(number: int) -> list[Piece]:
             start, end = places[number]
-            targets = views(self._buffer[start:end], parts[number])
+            targets = views(self.buffer[start:end], parts[number])
             counts_tensor = torch.empty(len(targets), dtype=torch.int64, device=channel.device)
             try:
                 channel.broadcast([counts_tensor.view(torch.uint8)])
@@ -223,7 +223,7 @@ class Receiver:
                 channel.broadcast(raw)
             except BaseException:
                 # The channel may still write into this memory.
-                self._buffer = torch.empty(0, dtype=torch.uint8)
+                self.buffer = torch.empty(0, dtype=torch.uint8)
                 raise
             return arrived_pieces(counts, targets)
 
@@ -250,10 +250,10 @@ class Receiver:
         """(start, end) of each chunk in the buffer: the two ends of the buffer in turn. Large chunks may overlap."""
         largest = max(sizes, default=0)
         needed = max(largest, min(2 * aligned(largest), CHUNK_BYTES))
-        if self._buffer.numel() < needed or self._buffer.device != device:
-            self._buffer = torch.empty(0, dtype=torch.uint8)
-            self._buffer = torch.empty(needed, dtype=torch.uint8, device=device)
-        upper_starts = [(self._buffer.numel() - size) // ALIGNMENT * ALIGNMENT for size in sizes]
+        if self.buffer.numel() < needed or self.buffer.device != device:
+            self.buffer = torch.empty(0, dtype=torch.uint8)
+            self.buffer = torch.empty(needed, dtype=torch.uint8, device=device)
+        upper_starts = [(self.buffer.numel() - size) // ALIGNMENT * ALIGNMENT for size in sizes]
         starts = [upper_starts[number] if number % 2 else 0 for number in range(len(sizes))]
         return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 

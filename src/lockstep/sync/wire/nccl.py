@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.http.transport import WeightReceiverCalls
 from lockstep.errors import InputError
 from lockstep.sync.wire.chunks import Named
 from lockstep.sync.wire.gloo import NCCL, GlooTransport
 from lockstep.sync.wire.groups.devices import DeviceChannel, KeptChannel
 from lockstep.sync.wire.groups.meeting import Meeting
+from lockstep.sync.wire.receivers import WeightReceiverCalls
 
 
 class NCCLTransport(GlooTransport):

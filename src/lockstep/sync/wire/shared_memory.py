@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from lockstep.engines.http.transport import WeightReceiverCalls, check_pending, finish_all, worker_ranks
-from lockstep.engines.tensor_specs import push_key
+from lockstep.contract.tensors import push_key
 from lockstep.errors import InputError
-from lockstep.sync.changes import meta_tensors, pieces
+from lockstep.sync.push import meta_tensors, pieces
 from lockstep.sync.wire.chunks import Named, TensorPlace, chunks, layout, views
 from lockstep.sync.wire.deltas import Changes, Piece, arrived_pieces, count_of
+from lockstep.sync.wire.receivers import WeightReceiverCalls, check_pending, finish_all, worker_ranks
 from lockstep.sync.wire.slots import TrainerLock, TrainerSlots, is_unlocked, segment_bytes, worker_chunks
 
 NAME = "shared_memory"
@@ -132,8 +132,8 @@ class SharedMemoryTransport:
         size = segment_bytes(largest if buffer is None else 0, workers)
         path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
         try:
-            self._lock = TrainerLock(_new_file(path, size))
-            memory = _map_file(path, size)
+            self._lock = TrainerLock(new_file(path, size))
+            memory = map_file(path, size)
             info = {"transport": self._name, "segment": path.name, "bytes": size}
             finish_all([pool.submit(s.init_transfer, info | own) for s, own in zip(servers, handles, strict=True)])
         finally:
@@ -156,7 +156,7 @@ class Segment:
         path = _trainer_file(name)
         if path.stat().st_size != size:
             raise ValueError(f"{name} is not the trainer's segment of {size} bytes")
-        self.memory = _map_file(path, size)
+        self.memory = map_file(path, size)
         self.handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
 
     def pieces(
@@ -232,7 +232,7 @@ def _trainer_file(name: str) -> Path:
     return path
 
 
-def _new_file(path: Path, size: int) -> int:
+def new_file(path: Path, size: int) -> int:
     """An open file descriptor of a new file of `size` bytes that only this user can open."""
     handle = _open_private(path)
     try:
@@ -247,7 +247,8 @@ def _new_file(path: Path, size: int) -> int:
     return handle
 
 
-def _map_file(path: Path, size: int) -> torch.Tensor:
+def map_file(path: Path, size: int) -> torch.Tensor:
+    """(size,) uint8: a file that is mapped into this process, and shared with others that map it."""
     storage = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=size)
     return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
 

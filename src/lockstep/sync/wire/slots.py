@@ -1,9 +1,9 @@
 """A segment of shared memory with two slots that the trainer fills and workers load from, and the counters that order their
 turns.
 
-Both ends of `sync/wire/shared_memory.py` use it. The counters are in front of the slots, so a whole push needs only one call to
-each server. Every wait is bounded, and ends early if the other end is gone or has given up. For `sync/wire/cuda_ipc.py` the segment
-has only the counters, and the one slot is a buffer on a GPU.
+It serves both ends of the shared memory. The counters are in front of the slots, so a whole push needs only one call
+to each server. Every wait is bounded, and ends early if the other end is gone or has given up. For
+`sync/wire/cuda_ipc.py` the segment has only the counters, and the one slot is a buffer on a GPU.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ class TrainerSlots:
 
         def has_left() -> bool:
             check()
-            return self._fewest_loaded() == _GIVEN_UP
+            return self.fewest_loaded() == _GIVEN_UP
 
         with waiting("the server to load the weights that are in shared memory", self._timeout):
-            is_free = _wait_for(lambda: self._fewest_loaded() > number - self._slots, has_left, 0.0, self._timeout)
+            is_free = _wait_for(lambda: self.fewest_loaded() > number - self._slots, has_left, 0.0, self._timeout)
         if not is_free:
             late = f"a server did not load a chunk within {self._timeout:.0f} s"
-            raise RuntimeError(_WORKER_LEFT if self._fewest_loaded() == _GIVEN_UP else late)
+            raise RuntimeError(_WORKER_LEFT if self.fewest_loaded() == _GIVEN_UP else late)
         start = self.offset(number)
         return self._memory[start : start + self.slot]
 
@@ -108,14 +108,15 @@ class TrainerSlots:
         Raises:
             RuntimeError: a worker left the push.
         """
-        if self._fewest_loaded() != chunks:
+        if self.fewest_loaded() != chunks:
             raise RuntimeError(_WORKER_LEFT)
 
     def give_up(self) -> None:
         """Announce that no more chunks will come."""
         self._counters[_FILLED] = _GIVEN_UP
 
-    def _fewest_loaded(self) -> int:
+    def fewest_loaded(self) -> int:
+        """How many chunks the slowest worker has loaded."""
         return int(self._counters[_LOADED : _LOADED + self.workers].min())
 
 

@@ -1,6 +1,6 @@
 """Chooses how the bytes of a push reach the servers: through a GPU's memory, through shared memory, over gloo or over NCCL.
 
-`engines/http/vllm_server.py` drives a transport. A transport moves bytes and reports what it placed where. The version, the
+An engine on servers drives a transport. A transport moves bytes and reports what it placed where. The version, the
 acknowledgement and the comparison are the same for all transports (`sync/push.py`).
 """
 
@@ -9,23 +9,46 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import torch
 
-from lockstep.engines.http.server_calls import is_local
-from lockstep.engines.http.transport import WeightReceiverCalls, WeightTransport
+from lockstep.bounded_http import is_local
 from lockstep.errors import InputError
 from lockstep.sync.wire import cuda_ipc
 from lockstep.sync.wire.chunks import Named
 from lockstep.sync.wire.cuda_ipc import CudaIPCTransport
 from lockstep.sync.wire.gloo import GLOO, NCCL, GlooTransport
 from lockstep.sync.wire.nccl import NCCLTransport, check_gpus, identity_of, own_gpu
+from lockstep.sync.wire.receivers import WeightReceiverCalls
 from lockstep.sync.wire.shared_memory import NoRoom, SharedMemoryTransport, shares_memory
 
 _logger = logging.getLogger(__name__)
 
 TRANSPORTS = ("auto", "shared_memory", cuda_ipc.NAME, GLOO, NCCL)
+
+
+class WeightTransport(Protocol):
+    """Sends the bytes of a push to all servers at the same time."""
+
+    def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
+        """Send the tensors of an update. Returns when every server has loaded them.
+
+        After a failure, all agreements with the servers are void.
+
+        Args:
+            base: as in `WeightReceiver.load`.
+
+        Raises:
+            EngineLost: a server did not take part until the end.
+        """
+
+    def forget(self) -> None:
+        """Drop all agreements with the servers. The next `send` makes new ones."""
+
+    def close(self) -> None:
+        """Release memory and connections."""
 
 
 def check_transport(name: str) -> None:
@@ -126,20 +149,20 @@ class WhileItFits:
     """
 
     def __init__(self, first: SharedMemoryTransport, other: Callable[[], WeightTransport], how: str) -> None:
-        self._used: WeightTransport = first
+        self.used: WeightTransport = first
         self._other, self._how = other, how
 
     def send(self, tensors: Iterable[Named], servers: Sequence[WeightReceiverCalls], base: str = "") -> None:
         try:
-            self._used.send(tensors, servers, base)
+            self.used.send(tensors, servers, base)
         except NoRoom as error:
-            self._used.close()
-            self._used = self._other()
+            self.used.close()
+            self.used = self._other()
             _logger.warning(f"{error}. Until then the weights are sent {self._how}, which is slower")
-            self._used.send(tensors, servers, base)
+            self.used.send(tensors, servers, base)
 
     def forget(self) -> None:
-        self._used.forget()
+        self.used.forget()
 
     def close(self) -> None:
-        self._used.close()
+        self.used.close()

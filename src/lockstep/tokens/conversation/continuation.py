@@ -1,7 +1,12 @@
 """Makes the ids between a sampled turn and the next one, from the template's rendering of the whole conversation.
 
-`tokens/conversation/extension.py` is the public side of this module. `tokens/conversation/extension_proof.py` proves at start that
-the ids are right.
+A proof at start shows that the ids are right.
+
+Proof `template`.
+Shows: what was inserted after a turn is what the chat template renders for this conversation, from the token that
+closes the turn on.
+Does not show: turns of other rollouts than the drawn ones.
+When: every insertion in one rollout in four, drawn by its seed; the template renders the conversation once more.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Proves at start, on random conversations, that conversations of a chat template and a tokenizer can be extended in ids.
 
-`Extension` calls this module once. Each case is a kind of conversation: what the assistant did, and what follows. The proof renders
-the whole conversation, and takes from its ids the part that a model would have sampled. Then `Continuation.next` continues the
-conversation after this part. With an `Insert`, the sampled and the inserted ids must together be the template's ids of the whole
-conversation. With a `Branch`, the ids of the branch must be the template's ids of the whole conversation.
+It runs once per `Extension`. Each case is a kind of conversation: what the assistant did, and what follows. The proof
+renders the whole conversation, and takes from its ids the part that a model would have sampled. Then
+`Continuation.next` continues the conversation after this part. With an `Insert`, the sampled and the inserted ids must
+together be the template's ids of the whole conversation. With a `Branch`, the ids of the branch must be the template's
+ids of the whole conversation.
 """
 
 from __future__ import annotations

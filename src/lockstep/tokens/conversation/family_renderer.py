@@ -1,9 +1,8 @@
 """Uses the library `renderers` for a model family: it makes the ids between two turns, and reads the tool calls of a sampled turn.
 
-A user names the family (`renderer`). Then `tokens/conversation/extension.py` makes a `FamilyRenderer`, and gives it to
-`tokens/conversation/continuation.py` (the ids between turns) and `tokens/conversation/turns.py` (the calls). The chat template is
-still used: it decides whether a turn is extended, and the proofs compare all ids with its rendering. The library is an optional
-package; this module is the only one that imports it.
+A user names the family (`renderer`). Then a `FamilyRenderer` gives the ids between turns, and the calls. The chat
+template is still used: it decides whether a turn is extended, and the proofs compare all ids with its rendering. The
+library is an optional package; this module is the only one that imports it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Renders messages with the chat template, so that text of a message never becomes a control token.
 
-`tokens/conversation/extension.py` renders whole conversations here, and takes the part between two turns. A template writes control
-tokens as text (`<|im_end|>`), and the tokenizer turns this text into ids. Text of a user or a tool that looks the same would become
-the same ids. Therefore such text is *guarded* before it is rendered: a guard character is inserted after its first character, and
-the tokenizer finds no control token there. The added tokens that it does find split the text into stretches. A stretch with a guard
-is encoded again, without the guard, by the same tokenizer without its added tokens. All other stretches keep the ids that the
-tokenizer gives the whole text. Therefore messages without such text get exactly the template's own ids.
+Whole conversations are rendered here, and the part between two turns is taken from them. A template writes control
+tokens as text (`<|im_end|>`), and the tokenizer turns this text into ids. Text of a user or a tool that looks the same
+would become the same ids. Therefore such text is *guarded* before it is rendered: a guard character is inserted after
+its first character, and the tokenizer finds no control token there. The added tokens that it does find split the text
+into stretches. A stretch with a guard is encoded again, without the guard, by the same tokenizer without its added
+tokens. All other stretches keep the ids that the tokenizer gives the whole text. Therefore messages without such text
+get exactly the template's own ids.
 """
 
 from __future__ import annotations

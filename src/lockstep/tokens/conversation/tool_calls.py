@@ -1,8 +1,8 @@
 """Reads the tool calls of a sampled turn from its ids.
 
-`tokens/conversation/turns.py` chooses the format by the chat template, or a user names it (`tokens/conversation/tool_formats.py`).
-`marked` turns ids into a text in which each control token is one character that no text contains. Therefore a marker that is a
-single token is found by its id, and text that looks like the marker stays text. A marker that a tokenizer writes with several
+The chat template decides the format, or a user names it (`tokens/conversation/tool_formats.py`). `marked` turns ids
+into a text in which each control token is one character that no text contains. Therefore a marker that is a single
+token is found by its id, and text that looks like the marker stays text. A marker that a tokenizer writes with several
 tokens is found as text.
 
 A malformed call raises no error. It becomes an error text for the model, and its own text stays in the content of the turn.

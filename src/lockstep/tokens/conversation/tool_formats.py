@@ -1,8 +1,8 @@
 """The formats in which model families write tool calls. One function per format reads the calls in a text.
 
-`tokens/conversation/tool_calls.py` makes this text from the sampled ids, and chooses the function by its name in `FORMATS`. A
-control token is one character of the text: a surrogate, which no decoded text contains. A `Mark` function gives the character of a
-control token.
+This text is made from the sampled ids, and the function is chosen by its name in `FORMATS`. A control token is one
+character of the text: a surrogate, which no decoded text contains. A `Mark` function gives the character of a control
+token.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads a sampled turn as a message in the form that the chat template takes.
 
-`tokens/conversation/extension.py` makes a `TurnReader` at start. The reader renders made-up conversations to learn the template's
-conventions: which field of a message has the thinking, which text is around it, and which format the tool calls have.
+A `TurnReader` is made at start. The reader renders made-up conversations to learn the template's conventions: which
+field of a message has the thinking, which text is around it, and which format the tool calls have.
 """
 
 from __future__ import annotations

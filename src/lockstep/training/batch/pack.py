@@ -1,12 +1,12 @@
 """Makes tensors from token ids. Sequences with a common prefix share the positions of that prefix.
 
-The sequences come from rollout groups. `training/forward/scoring.py` uses the packs. All sequences of a pack form one tree of
-tokens. The pack has one row with one position per node. A token attends to its ancestors, and its position id is its depth.
-Therefore each branch attends to the same tokens as if it went through the model alone. A tree has no pad tokens. A prompt goes
-through the model once, for any number of completions. Examples that all prompts repeat go through it once, and so do equal
-completions. Branches of one rollout share the tokens up to the place where they part, even if one branch has them in its prompt
-and another one in its completion. The last token of a completion has no position, because it predicts no token of the loss. Models
-that cannot attend within a tree get plain rows instead.
+The sequences come from rollout groups. All sequences of a pack form one tree of tokens. The pack has one row with one
+position per node. A token attends to its ancestors, and its position id is its depth. Therefore each branch attends to
+the same tokens as if it went through the model alone. A tree has no pad tokens. A prompt goes through the model once,
+for any number of completions. Examples that all prompts repeat go through it once, and so do equal completions.
+Branches of one rollout share the tokens up to the place where they part, even if one branch has them in its prompt and
+another one in its completion. The last token of a completion has no position, because it predicts no token of the
+loss. Models that cannot attend within a tree get plain rows instead.
 
 One integer per node (`ends`) describes which tokens each token sees. A pack does not depend on how attention is computed.
 
@@ -26,10 +26,9 @@ import torch
 
 from lockstep.to_device import sent
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
-from lockstep.training.batch.pack_plan import cut_rows, cut_tree
 from lockstep.training.batch.pictures import PackPictures, PictureNumbers, position_ids
 from lockstep.training.batch.sequence import TrainingSequence, column, rollouts_of
-from lockstep.training.batch.tree import Ints, SortedPaths
+from lockstep.training.batch.tree import Ints, SortedPaths, cut_rows, cut_tree
 from lockstep.training.config.precision import usual_token_budgets
 
 
@@ -83,7 +82,7 @@ class Pack:
         """(N,) float32 values of the field `name` of the sequences, one value per token.
 
         Raises:
-            ValueError: as in `batch.sequence.column`.
+            ValueError: the field of a sequence is None, or does not have one value per token.
         """
         return sent(column(self.sequences, name), self.targets.device)
 

@@ -1,8 +1,14 @@
 """Pictures in packs: which nodes of a tree are parts of pictures, and which part of which picture each one is.
 
-`training/batch/pack.py` packs ids. All parts of all pictures have the same placeholder id. While paths are compared, each part
-therefore has a number of its own in place of the id: two nodes are one node only if they are the same part of the same picture, by
-its digest. The numbers exist inside this module and the tree only; packs contain ids again.
+All parts of all pictures have the same placeholder id. While paths are compared, each part therefore has a number of
+its own in place of the id: two nodes are one node only if they are the same part of the same picture, by its digest.
+The numbers exist inside this module and the tree only; packs contain ids again.
+
+Proof `placeholder`.
+Shows: no sampled id is the placeholder of a picture, which every request of a run with pictures bans
+(docs/internals/images.md).
+Does not show: that other banned ids were not sampled (the gap shows this).
+When: every pack with pictures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Builds once, of a single number, what libraries build from mappings of a config, so that a wrong value is known before a model is
 loaded.
-
-`OnlineConfig` calls it. Schedules and optimizers are built in `contradictions.py`.
 """
 
 from __future__ import annotations

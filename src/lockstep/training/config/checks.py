@@ -1,7 +1,7 @@
 """Checks each field of a config by itself: numbers within their bounds, mappings that can be read, trackers that exist.
 
-`OnlineConfig` calls it before `transformers.TrainingArguments` uses the fields. A value that would make the run wrong is refused. A
-value that is only unusual is taken, and a line says so.
+The checks come before `transformers.TrainingArguments` uses the fields. A value that would make the run wrong is
+refused. A value that is only unusual is taken, and a line says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks fields that can contradict each other: staleness, corrections, the best model. `OnlineConfig` calls them at its end."""
+"""Checks fields that can contradict each other: staleness, corrections, the best model."""
 
 from __future__ import annotations
 

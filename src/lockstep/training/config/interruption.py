@@ -1,6 +1,7 @@
 """Turns a config's interruption fields into token ids.
 
-It takes a config and its tokenizer. The result goes to `rollouts/programs/interruptions.py`, through `run/source.py`.
+It takes a config and its tokenizer. The result goes to the program that interrupts rollouts
+(`rollouts/programs/interruptions.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def check_end_of_thinking(config: OnlineConfig, tokenizer: PreTrainedTokenizerBa
     """Check the fields that need a tokenizer, and tell the user if an end of thinking may be missed.
 
     Raises:
-        InputError: as in `interruption_of`.
+        InputError: a field's text gives no tokens or an end token, or no tokens are left for an answer.
     """
     found = interruption_of(config, tokenizer)
     if found is not None and len(found.end_ids) > 1:

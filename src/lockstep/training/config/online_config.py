@@ -1,7 +1,7 @@
 """Fields shared by all online methods: `transformers.TrainingArguments` and additional fields with TRL's names.
 
-A method's own config extends them; methods that sample groups extend `GroupConfig` (`training/config/group_config.py`).
-Fields of TRL that Lockstep does not support are refused in `__post_init__`. No field is ignored.
+A method's own config extends them; methods that sample groups extend `GroupConfig`. Fields of TRL that Lockstep does
+not support are refused in `__post_init__`. No field is ignored.
 """
 
 from __future__ import annotations

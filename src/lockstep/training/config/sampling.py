@@ -1,6 +1,6 @@
 """The sampling distribution of a run, as engines take it.
 
-It is made from a config. Requests use it, and the proofs score the same distribution.
+It is made from a config. Requests have it, and the proofs score the same distribution.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.training.config.online_config import OnlineConfig
 

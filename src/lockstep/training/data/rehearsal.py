@@ -1,7 +1,7 @@
 """Calls reward functions and judges once before any model is loaded, so that their errors are reported at the start.
 
-A trainer's constructor calls it. The completions are made up: each is the text of the first row's prompt, which any policy could
-sample. The answers are checked and thrown away.
+The completions are made up: each is the text of the first row's prompt, which any policy could sample. The answers are
+checked and thrown away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerState
 
-from lockstep.engines.protocol import Completion, RequestKey
+from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.scores.judges import PairwiseJudge, judge_pairs

@@ -1,7 +1,6 @@
 """Sums over each token's sampling distribution, with which the draws proof judges the token (`watch/draws.py`).
 
-`training/forward/token_logps.py` and `filters/kept_logps.py` give the probabilities, one chunk of rows at a time, while they are in
-memory. The sums are never part of a gradient.
+The probabilities come one chunk of rows at a time, while they are in memory. The sums are never part of a gradient.
 """
 
 from __future__ import annotations

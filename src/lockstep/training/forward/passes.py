@@ -1,7 +1,4 @@
-"""Forwards of a sharded model: all ranks make them together (`shards/passes.py`).
-
-`training/step/update.py` scores packs through `in_passes`. `run/trainers/online.py` shards the models of a run.
-"""
+"""Forwards of a sharded model: all ranks make them together (`shards/passes.py`)."""
 
 from __future__ import annotations
 

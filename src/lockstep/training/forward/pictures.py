@@ -1,7 +1,7 @@
 """Computes the pictures of a pack with the model's vision tower, each picture once, and hands them to the model's own forward.
 
-`training/forward/scoring.py` calls this module. The gradient passes through to the tower. `watch/rescoring.py` computes
-the same in another way: it lets the model's forward do everything with the pictures of one row.
+The gradient passes through to the tower. `watch/rescoring.py` computes the same in another way: it lets the model's
+forward do everything with the pictures of one row.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Selective recomputation: in long packs, layers keep only their products and attention, and the backward recomputes the rest.
 
-`training/forward/scoring.py` uses this module. The norms, rotary embeddings, activations and casts of a layer save several copies
-of its hidden states. In a long pack these copies are most of a step's memory, and the backward can recompute them from the matrix
-products in little time. The first layers of a forward keep everything, as long as this takes no more memory than the model's
-weights; so a short pack recomputes nothing. The gradients are bitwise equal. The module is active on a CPU only: its cost on a GPU
+The norms, rotary embeddings, activations and casts of a layer save several copies of its hidden states. In a long pack
+these copies are most of a step's memory, and the backward can recompute them from the matrix products in little time.
+The first layers of a forward keep everything, as long as this takes no more memory than the model's weights; so a
+short pack recomputes nothing. The gradients are bitwise equal. The module is active on a CPU only: its cost on a GPU
 is not measured, and Liger's kernels save less on a GPU anyway.
 """
 

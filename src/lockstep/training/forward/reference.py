@@ -1,6 +1,6 @@
 """The reference model: a copy of the initial policy, which may follow the policy slowly, or the base model under an adapter.
 
-It is made from the policy before training. `run/trainers/online.py` scores every generation with it once.
+It is made from the policy before training. Every generation is scored with it once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads how the routers of a mixture of experts distribute the positions of a pack, and checks what a model's auxiliary loss is.
 
-`training/forward/scoring.py` calls `routing_of` after a forward. The trainers call `check_routers` before training.
+`routing_of` is called after a forward. The trainers call `check_routers` before training.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Computes log-probs of sampled tokens and entropies from hidden states, one chunk of rows at a time.
 
-`training/forward/scoring.py` calls this module. The (rows × vocabulary) matrix exists for one chunk only. Softmax, selection of
-the tokens and entropy are one operation with a custom backward. That backward needs only the chunk's probabilities. The backward
-of the last chunk runs first, so the last chunk keeps its probabilities. The other chunks compute them again.
+The (rows × vocabulary) matrix exists for one chunk only. Softmax, selection of the tokens and entropy are one
+operation with a custom backward. That backward needs only the chunk's probabilities. The backward of the last chunk
+runs first, so the last chunk keeps its probabilities. The other chunks compute them again.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The engine of a run: its weights, its rollouts, their rewards, and the proofs on all of it."""
+"""What makes the rollouts of a run, their rewards and their metrics."""

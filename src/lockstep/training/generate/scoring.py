@@ -1,7 +1,7 @@
 """Rewards of a generation: every rank scores its share of the groups, and every rank gets all scores.
 
-`run/source.py` passes sampled groups in. Groups with their rewards come out, the same on every rank, and the metrics
-that reward functions have logged.
+Sampled groups come in. Groups with their rewards come out, the same on every rank, and the metrics that reward
+functions have logged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Generations in which no rollout has a score: the run goes on, raises an alarm, and ends if too many of them follow each other.
 
-`run/loop.py` calls it with every scored generation. Nothing is learned from rewards in such a generation, as in TRL.
+It sees every scored generation. Nothing is learned from rewards in such a generation, as in TRL.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """GRPO's entropy bonus, with a fixed or an adaptive weight. Its state belongs to one run and is saved in checkpoints.
 
-It uses the entropies of a step's tokens, pack by pack. The loss of `training/methods/grpo.py` contains it.
+It uses the entropies of a step's tokens, pack by pack. The loss of GRPO contains it.
 """
 
 from __future__ import annotations

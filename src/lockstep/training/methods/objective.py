@@ -1,8 +1,7 @@
 """The interface of a method: advantages of scored rollouts, the weight of each token, and the loss of a pack.
 
-`training/step/generation.py` gives the scored groups, and `training/step/update.py` the packs after their forward. Each
-method is one subclass, and a trainer uses it. An objective does not depend on the engine, on how sequences are packed, or on
-the number of ranks.
+Scored groups come in, and the packs after their forward. Each method is one subclass. An objective does not depend on
+the engine, on how sequences are packed, or on the number of ranks.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ class Objective(ABC, Generic[Config]):
         epoch: number of completed passes over the training data.
         router_coefficient: weight of the auxiliary loss of a mixture of experts, which the step adds to the method's loss; 0:
             there is none.
-        definition: name of the definition that proves advantages and weights (`watch/advantages.py`); None: there is none.
+        definition: name of the definition that proves advantages and weights; None: there is none.
     """
 
     epoch = 0

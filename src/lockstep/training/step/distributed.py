@@ -1,8 +1,8 @@
 """Several trainer processes: prove equal weights, distribute sequences, and sum gradients.
 
-`run/trainers/online.py` uses it. The loss of a micro-batch is its share of the whole step's loss over all ranks. So
-gradients are summed and never averaged. The model is not wrapped: one sum before the optimizer replaces the averaging of a
-wrapper. The gradients of a sharded model are summed by each backward (`shards/model.py`).
+The loss of a micro-batch is its share of the whole step's loss over all ranks. So gradients are summed and never
+averaged. The model is not wrapped: one sum before the optimizer replaces the averaging of a wrapper. The gradients of
+a sharded model are summed by each backward (`shards/model.py`).
 """
 
 from __future__ import annotations

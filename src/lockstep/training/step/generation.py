@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.errors import InputError
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import flags
-from lockstep.training.batch.branches import joined_branches, split_branches
-from lockstep.training.batch.sequence import TrainingSequence, rollouts_of
+from lockstep.training.batch.sequence import TrainingSequence, joined_branches, rollouts_of, split_branches
 from lockstep.training.events import LossWatch
 from lockstep.training.forward.reference import Reference
 from lockstep.training.methods.objective import Objective, Scores

@@ -1,7 +1,7 @@
 """The loss of a method on scored groups without a gradient: what one optimizer step on all of them would have.
 
-`run/evaluation.py` logs it as the loss of an evaluation. The policy has not moved since it sampled, so every ratio to the
-sampling policy is 1. Therefore a method that needs neither a reference model nor entropies nor values needs no forward for it.
+It is the loss that an evaluation logs. The policy has not moved since it sampled, so every ratio to the sampling
+policy is 1. Therefore a method that needs neither a reference model nor entropies nor values needs no forward for it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The auxiliary loss of the routers of a mixture of experts, over a whole optimizer step.
 
-`run/loop.py` makes one object per step. `training/step/update.py` adds each pack's share to the loss. The loss multiplies how
-often an expert is chosen with how probable it is, both over all rows of the step. How often each expert is chosen must be known
-before the first backward. If the step is more than one pack, a forward without gradient counts it.
+There is one object per step. Each pack's share is added to the loss. The loss multiplies how often an expert is chosen
+with how probable it is, both over all rows of the step. How often each expert is chosen must be known before the first
+backward. If the step is more than one pack, a forward without gradient counts it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Forward, proof and backward of one micro-batch.
 
-The input comes from `training/step/generation.py`. The results are gradients on the policy, and sums that the trainer checks
-and logs. Of the sequences without a gradient (advantage or weight zero), those that are drawn are scored without gradient,
-only to be verified; the others are left aside. If a pass before the first step has scored them, they are not scored
-again, and those scores are counted and logged.
+The input is a prepared generation. The results are gradients on the policy, and sums that the trainer checks and logs.
+Of the sequences without a gradient (advantage or weight zero), those that are drawn are scored without gradient, only
+to be verified; the others are left aside. If a pass before the first step has scored them, they are not scored again,
+and those scores are counted and logged.
 """
 
 from __future__ import annotations

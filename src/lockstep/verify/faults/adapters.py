@@ -8,11 +8,12 @@ from unittest.mock import patch
 
 import torch
 
-import lockstep.engines.adapters.in_process as in_process
+import lockstep.engines.vllm.adapters as in_process
 import lockstep.sync.adapters.push as pushes
 import lockstep.sync.adapters.source as sources
-from lockstep.engines.adapters.receiver import UP
-from lockstep.engines.protocol import LoadedWeights
+from lockstep.contract.adapters import UP
+from lockstep.contract.tensors import LoadedWeights
+from lockstep.engines.vllm.port.faults import lora_of_linear
 from lockstep.verify.faults.seams import REACH, Fault, Named, Patch, is_vllm, vllm_worker
 from lockstep.verify.stage import Stage
 
@@ -87,14 +88,12 @@ def _left_out_of_requests(stage: Stage) -> Patch:
 
 
 def _not_applied(stage: Stage) -> Patch:
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-
     def without(self: Any, x: Any, output: Any) -> Any:
         counted()
         return output
 
     counted = REACH.of(lambda: None)
-    return patch.object(BaseLinearLayerWithLoRA, "_apply_lora_to_output", without)
+    return patch.object(*lora_of_linear(), without)
 
 
 def _slot_overwritten(stage: Stage) -> Patch:
@@ -122,7 +121,7 @@ def _scale(stage: Stage) -> float:
 
 def _memory(stage: Stage) -> Any:
     # Imported here, because `lockstep verify --engine transformers` runs without vLLM.
-    from lockstep.engines.adapters.worker import load_from_memory
+    from lockstep.engines.vllm.port.lora import load_from_memory
 
     return load_from_memory(vllm_worker(stage))
 

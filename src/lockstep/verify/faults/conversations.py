@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 
 import lockstep.rollouts.programs.tools as tools_module
-from lockstep.engines.protocol import Completion
+from lockstep.contract.protocol import Completion
 from lockstep.errors import InputError
 from lockstep.rollouts.conversation import Branch, Conversation, Turn
 from lockstep.rollouts.group import Rollout

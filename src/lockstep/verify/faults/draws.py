@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 
 import lockstep.rollouts.driver as collecting
-from lockstep.engines.protocol import GenerationRequest, RequestKey
+from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.verify.faults.seams import (
     REACH,
     Fault,

@@ -15,8 +15,9 @@ from unittest.mock import patch
 import torch
 
 import lockstep.engines.transformers_engine as transformers_engine
-import lockstep.engines.vllm.requests.conversion as vllm_requests
-from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
+import lockstep.engines.vllm.port.requests as vllm_requests
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.contract.sampling import Sampling
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.end import end_ids
 from lockstep.verify.faults.filters import samples_with
@@ -31,12 +32,12 @@ _MOST = 100.0
 @contextmanager
 def _ending(stage: Stage, fault: Patch) -> Iterator[None]:
     ends = end_ids(stage.model, stage.tokenizer)
-    bias = dict.fromkeys(map(str, ends), _even_chance(stage, ends))
+    bias = dict.fromkeys(map(str, ends), even_chance(stage, ends))
     with samples_with(stage, logit_bias=bias), fault:
         yield
 
 
-def _even_chance(stage: Stage, ends: Sequence[int]) -> float:
+def even_chance(stage: Stage, ends: Sequence[int]) -> float:
     """The bias under which a completion of a median prompt ends at its first token in one of two cases.
 
     The policy of a run has moved far, and may hardly end by itself any more.

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 import transformers.integrations.sdpa_attention as sdpa
 
-from lockstep.engines.protocol import GenerationRequest
+from lockstep.contract.protocol import GenerationRequest
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.verify.faults import draws, ends, losses, tokens
 from lockstep.verify.faults.seams import (
@@ -33,7 +33,7 @@ _SAMPLES = 256
 
 def _rotations(stage: Stage) -> list[torch.Tensor]:
     """The tables or the frequencies of the engine's rotary embeddings."""
-    model = vllm_worker(stage).model_runner.model if is_vllm(stage) else stage.engine._model  # type: ignore[attr-defined]
+    model = vllm_worker(stage).model_runner.model if is_vllm(stage) else stage.engine.model  # type: ignore[attr-defined]
     name = "cos_sin_cache" if is_vllm(stage) else "inv_freq"
     found = [tensor for module in model.modules() if (tensor := getattr(module, name, None)) is not None]
     return list({id(tensor): tensor for tensor in found}.values())

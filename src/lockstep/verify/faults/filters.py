@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 import lockstep.engines.transformers_engine as transformers_engine
-from lockstep.engines.filters.distribution import Grammar
-from lockstep.engines.protocol import Completion, GenerationRequest, Sampling
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.contract.sampling import Grammar, Sampling
+from lockstep.engines.vllm.port.faults import counts_of_second_runner, penalties_of_first_runner
 from lockstep.tokens.arrays import small_ids, whole_numbers
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
@@ -44,7 +45,7 @@ def samples_with(stage: Stage, **given: Any) -> Iterator[None]:
     with user_asks(stage, **{**neutral, "temperature": 1.0, **given}), ExitStack() as stack:
         ends = end_ids(stage.model, stage.tokenizer)
         rules = IdRules.of_run(sampling_of(stage.config, stage.tokenizer, ends), stage.model, stage.tokenizer)
-        stack.enter_context(patch.object(stage.trainer, "_rules", rules))
+        stack.enter_context(patch.object(stage.trainer, "rules", rules))
         stack.enter_context(patch.object(stage.trainer.proofs, "distribution", rules.distribution))
         yield
 
@@ -166,9 +167,8 @@ def _counting_otherwise(stage: Stage, asked: dict[str, Any], counted: Any) -> It
 def _vllm_counts(stage: Stage, counted: Any) -> Patch:
     if stage.engine.settings().second_runner:
         return _second_runner_counts(counted)
-    import vllm.v1.sample.sampler as sampler
-
-    honest = sampler.apply_all_penalties
+    place = penalties_of_first_runner()
+    honest = getattr(*place)
 
     def otherwise(logits: torch.Tensor, prompts: torch.Tensor, *penalties: torch.Tensor, **more: Any) -> torch.Tensor:
         # vLLM pads the prompts with the number of tokens.
@@ -182,14 +182,13 @@ def _vllm_counts(stage: Stage, counted: Any) -> Patch:
         padded = [[*prompt, *[none] * (max(longest, 1) - len(prompt))] for prompt, _ in pairs]
         return honest(logits, torch.tensor(padded).to(prompts), *values, [output for _, output in pairs], **more)
 
-    return patch.object(sampler, "apply_all_penalties", REACH.of(otherwise))
+    return patch.object(*place, REACH.of(otherwise))
 
 
 def _second_runner_counts(counted: Any) -> Patch:
     """The same in vLLM's second model runner, which counts the ids of a request once, when it comes."""
-    import vllm.v1.worker.gpu.sample.penalties as penalties
-
-    honest = penalties.bincount
+    place = counts_of_second_runner()
+    honest = getattr(*place)
 
     def otherwise(
         rows: torch.Tensor,
@@ -207,7 +206,7 @@ def _second_runner_counts(counted: Any) -> Patch:
                 in_prompt[row].zero_()
             counts[row] += torch.bincount(torch.tensor(output, dtype=torch.long), minlength=counts.shape[1]).to(counts)
 
-    return patch.object(penalties, "bincount", REACH.of(otherwise))
+    return patch.object(*place, REACH.of(otherwise))
 
 
 def _transformers_counts(counted: Any) -> Patch:

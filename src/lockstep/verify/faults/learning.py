@@ -86,7 +86,7 @@ def _put_back(left_out: Callable[[torch.Tensor], bool]) -> Callable[[torch.optim
 
 
 def _gradients_kept(stage: Stage) -> Patch:
-    return patch.object(stage.trainer._policy_model(), "zero_grad", lambda *args, **kwargs: None)
+    return patch.object(stage.model, "zero_grad", lambda *args, **kwargs: None)
 
 
 @contextmanager

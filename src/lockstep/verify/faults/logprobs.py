@@ -12,7 +12,7 @@ import torch
 
 import lockstep.engines.transformers_engine as transformers_engine
 import lockstep.engines.vllm.in_process as vllm_inprocess
-from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.tokens.arrays import Reals, reals
 from lockstep.verify.faults.seams import (
     REACH,
@@ -135,7 +135,7 @@ def _half_head(stage: Stage) -> Iterator[None]:
         with patch.object(head, "apply", REACH.of(lambda layer, x, *args, **kwargs: half(x, layer.weight))):
             yield
         return
-    head = stage.engine._model.get_output_embeddings()  # type: ignore[attr-defined]
+    head = stage.engine.model.get_output_embeddings()  # type: ignore[attr-defined]
     hook = head.register_forward_hook(lambda module, inputs, output: half(inputs[0], module.weight))
     try:
         yield

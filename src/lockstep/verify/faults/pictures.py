@@ -17,7 +17,7 @@ from PIL import Image
 
 import lockstep.training.batch.pack as pack_module
 import lockstep.training.forward.scoring as scoring_module
-from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.tokens.arrays import whole_numbers
 from lockstep.verify.faults.seams import Fault, Patch, answers_become, is_vllm, requests_become
@@ -82,7 +82,7 @@ def _same_size(stage: Stage) -> Patch:
 
 def _another_resize(stage: Stage) -> Patch:
     """The engine's pictures are those of the data, which were made smaller and larger again before they were processed."""
-    reader = stage.trainer.source._images
+    reader = stage.trainer.source.images
     assert reader is not None
 
     def coarse(image: Image.Image) -> Image.Image:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import linear
 
-from lockstep.engines.protocol import LoadedWeights
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.verify.faults.seams import Fault, Patch, is_vllm, loads_instead, vllm_worker
 from lockstep.verify.stage import Stage
 

@@ -16,12 +16,12 @@ import torch
 
 import lockstep.training.step.generation as trainer_module
 import lockstep.verify.logprob_checks as checks
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.tensors import LoadedWeights, tensor_specs
 from lockstep.definitions.settings import user_settings
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, GenerationRequest, LoadedWeights, RequestKey
-from lockstep.engines.tensor_specs import tensor_specs
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.sync.adapters.merged import weights_of
+from lockstep.sync.source import weights_of
 from lockstep.training.step.generation import Generation
 from lockstep.verify.stage import Stage
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import lockstep.engines.vllm.requests.conversion as vllm_requests
+import lockstep.engines.vllm.port.requests as vllm_requests
 import lockstep.training.step.update as updating
-from lockstep.engines.protocol import GenerationRequest
+from lockstep.contract.protocol import GenerationRequest
 from lockstep.verify.faults.seams import Fault, Patch, is_vllm, requests_become, user_asks
 from lockstep.verify.stage import Stage
 

@@ -11,7 +11,7 @@ import torch
 
 import lockstep.rollouts.driver as collecting
 import lockstep.training.step.update as updating
-from lockstep.engines.protocol import Completion, GenerationRequest
+from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.step.generation import Generation
 from lockstep.verify.faults.seams import Fault, Patch, answers_become, at_temperature_one, generations_become
@@ -51,7 +51,8 @@ def _attends_to_others(stage: Stage) -> Patch:
 
 
 def _needs_tree(stage: Stage) -> str:
-    return "the model learns from plain rows, which hold one completion each" if stage.trainer._plain_rows else ""
+    is_plain = stage.trainer.loop.policy().plain_rows
+    return "the model learns from plain rows, which hold one completion each" if is_plain else ""
 
 
 def _guessed_reason(stage: Stage) -> Patch:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.step.generation import Generation

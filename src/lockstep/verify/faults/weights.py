@@ -13,12 +13,11 @@ from torch.nn.functional import linear
 import lockstep.sync.push as push_module
 import lockstep.watch.modules as probe_module
 import lockstep.watch.push as proofs_module
-from lockstep.engines.protocol import LoadedWeights, TensorSpec, WeightReceiver
-from lockstep.engines.tensor_specs import Begun
+from lockstep.contract.protocol import WeightReceiver
+from lockstep.contract.tensors import Begun, LoadedWeights, TensorSpec
 from lockstep.models.checkpoint_names import expert_names
 from lockstep.shards.model import ShardedModel
-from lockstep.sync.changes import Update
-from lockstep.sync.push import SyncRecord
+from lockstep.sync.push import SyncRecord, Update
 from lockstep.sync.source import PlainSource
 from lockstep.sync.wire.deltas import NO_CHANGES, Piece, apply_changes, changes_between, part_of
 from lockstep.verify.faults.seams import (
@@ -44,7 +43,7 @@ def _stale_head(stage: Stage) -> Patch:
         if stage.trainer.proofs.engine_dtype == torch.float32 and not torch.cuda.is_available():
             # vLLM 0.32.0 behaves like this without our fix. With other dtypes or devices the head is not packed into a copy.
             # Imported here, because `lockstep verify --engine transformers` runs without vLLM.
-            import lockstep.sync.vllm.backend as backend
+            import lockstep.engines.vllm.receive as backend
 
             return patch.object(backend, "repack_heads", lambda model, written: None)
         layer = vllm_worker(stage).model_runner.model.lm_head
@@ -151,7 +150,7 @@ def _rows_swapped(stage: Stage) -> Patch:
 
 def _experts_not_packed(stage: Stage) -> Patch:
     # vLLM 0.32.0 behaves like this without our fix.
-    import lockstep.sync.vllm.backend as backend
+    import lockstep.engines.vllm.receive as backend
 
     return patch.object(backend, "remove_expert_kernels", lambda model: {})
 

@@ -1,7 +1,7 @@
 """Conversions between our types and the JSON of a server: requests, answers, and the acknowledgements of its workers.
 
-These are pure functions, and vLLM need not be installed. `engines/http/vllm_server.py` uses them. They check that an answer belongs
-to its request and that each log-prob belongs to its token. `engines/answers.py` then checks the content of the answer.
+These are pure functions, and vLLM need not be installed. They check that an answer belongs to its request and that
+each log-prob belongs to its token. `contract/inbox.py` then checks the content of the answer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from lockstep.contract.protocol import Completion, FinishReason, GenerationRequest
+from lockstep.contract.tensors import LoadedWeights, TensorSpec
 from lockstep.engines.http.requests.pictures import check_places, features
-from lockstep.engines.protocol import Completion, FinishReason, GenerationRequest, LoadedWeights, TensorSpec
-from lockstep.engines.vllm.requests.conversion import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
+from lockstep.engines.vllm.port.requests import SCORING_FIELDS, reported_kept_ids, sampling_fields, versions_of
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import Picture
 from lockstep.tokens.arrays import BadValues, Ids, Reals, reals, whole_numbers

@@ -1,9 +1,9 @@
 """Pictures for vLLM servers: which ones are sent, in which format, and the proof that the server's workers got the same pixels.
 
-`engines/http/requests/sending.py` uses it. Each picture is sent once per server, before the first completion of its prompt. A
-request for one token contains it, and the answer is dropped. vLLM keeps the picture's tensors in its cache of inputs, under the
-picture's digest. The requests for completions then contain only the digest. The workers report the digest of the tensors that they
-have encoded (`sync/vllm/worker.py`).
+Each picture is sent once per server, before the first completion of its prompt. A request for one token contains it,
+and the answer is dropped. vLLM keeps the picture's tensors in its cache of inputs, under the picture's digest. The
+requests for completions then contain only the digest. The workers report the digest of the tensors that they have
+encoded (`engines/vllm/worker.py`).
 
 For each picture, a request contains only the index of the first placeholder and the number of placeholders. Therefore each tile of
 a picture is sent as a separate picture, called a piece (`Picture.pieces`). In this module, "picture" means such a piece. Its format
@@ -23,8 +23,8 @@ from weakref import WeakValueDictionary
 import msgspec
 import torch
 
-from lockstep.engines.protocol import GenerationRequest
-from lockstep.engines.vllm.requests.pictures import piece_places, piece_tensors
+from lockstep.contract.protocol import GenerationRequest
+from lockstep.engines.vllm.port.pictures import piece_places, piece_tensors
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import Picture, PromptPictures
 

@@ -1,7 +1,7 @@
 """Distributes requests over one or more vLLM servers, limits the number of open requests, and converts the answers.
 
-`engines/http/vllm_server.py` uses it. Requests and answers go through an inbox (`engines/inbox.py`), which checks the answers. The
-coroutines run in the thread of a `CallLoop`.
+Requests and answers go through an inbox (`contract/inbox.py`), which checks the answers. The coroutines run in the
+thread of a `CallLoop`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from lockstep.contract.inbox import Inbox
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.engines.adapters.servers import ServerAdapters, UsedAdapter
-from lockstep.engines.http.call_loop import CLOSED, CallLoop, Pending
 from lockstep.engines.http.requests.messages import (
     INITIAL_WEIGHTS,
     completion_from,
@@ -26,10 +27,9 @@ from lockstep.engines.http.requests.messages import (
 )
 from lockstep.engines.http.requests.pictures import SentPictures, check_encoded
 from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.inbox import Inbox
-from lockstep.engines.protocol import Completion, GenerationRequest, RequestKey
-from lockstep.engines.vllm.requests.check_sent import check_sent
+from lockstep.engines.vllm.port.requests import check_sent
 from lockstep.errors import EngineLost, LockstepError
+from lockstep.threads import CLOSED, CallLoop, Pending
 
 T = TypeVar("T")
 
@@ -215,7 +215,7 @@ class ServerRequests:
         async with self.load(server).gate:
             await self._send_pictures(request, server, limit)
             with self._adapters.used() as used:
-                answer = await self._post(server, body, limit, used)
+                answer = await self.post(server, body, limit, used)
         return completion_from(answer, request, name, self._stamps if used is None else used.versions)
 
     async def _send_pictures(self, request: GenerationRequest, server: ServerCalls, limit: float) -> None:
@@ -231,7 +231,7 @@ class ServerRequests:
         async with sent.one_at_a_time(pieces):
             if missing := sent.missing(pieces, server.picture_cache):
                 body = pictures_body(request, missing, _name("pictures"), first=server.takes_priorities)
-                await self._post(server, body, limit)
+                await self.post(server, body, limit)
                 digests = json.dumps([picture.digest for picture in missing])
                 check_encoded(missing, await server.ask_workers("lockstep_pictures", digests), server.url)
             sent.use(pieces, server.picture_cache)
@@ -246,10 +246,10 @@ class ServerRequests:
         body = scoring_body(ids, name, first=server.takes_priorities)
         async with self.load(server).scoring_gate:
             with self._adapters.used() as used:
-                answer = await self._post(server, body, limit, used)
+                answer = await self.post(server, body, limit, used)
         return scores_from(answer, ids, name, {stamp: self._stamps[stamp]} if used is None else used.versions)
 
-    async def _post(
+    async def post(
         self, server: ServerCalls, body: dict[str, Any], limit: float, used: UsedAdapter | None = None
     ) -> Any:
         if used is not None:

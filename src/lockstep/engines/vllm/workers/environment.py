@@ -1,7 +1,6 @@
 """The environment in which vLLM's processes start, for servers and for an engine in the trainer's process.
 
-`server/command.py` and `server/machine.py` use the settings for `lockstep serve`. `engines/vllm/in_process.py` uses `process_start`
-while vLLM starts several worker processes beside the trainer.
+`lockstep serve` has these settings. `process_start` is for several worker processes beside the trainer.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from lockstep.child_environment import KEY_VARIABLE
+from lockstep.engines.vllm.port.engine import read_environment_again
 from lockstep.engines.vllm.workers.leftovers import owned, remove_dead
 
 # vLLM's processes unpickle messages from each other, so that their sockets must not be reachable from other machines.
@@ -89,8 +89,6 @@ def process_start(workers: int, sockets: Path) -> Iterator[None]:
         workers: number of worker processes on this machine.
         sockets: folder for the sockets between the processes.
     """
-    from vllm import envs
-
     cores = len(os.sched_getaffinity(0))
     settings = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **LOOPBACK, SOCKETS: os.fspath(sockets)}
     # Workers load what they compile into the temporary folder. This process keeps its own, which Python has looked up before.
@@ -105,8 +103,7 @@ def process_start(workers: int, sockets: Path) -> Iterator[None]:
             del usual["GOMP_SPINCOUNT"]
     settings |= {name: value for name, value in usual.items() if name not in os.environ}
     threads = torch.get_num_threads()
-    # vLLM reads the environment once per process, also that of an earlier engine.
-    envs.disable_envs_cache()
+    read_environment_again()
     try:
         with _environment({**settings, KEY_VARIABLE: None}), _without_main_module():
             yield
@@ -172,26 +169,6 @@ def leave_signals_to_trainer(worker: Any) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def keep_process_group() -> None:
-    """Let vLLM leave a process group alone that it has not made.
-
-    When an engine is closed, or could not start, vLLM 0.32.0 destroys the default process group of this process. If the model is in
-    worker processes, this is the group of the trainer's ranks.
-    """
-    from vllm.distributed import parallel_state
-
-    destroy = parallel_state.destroy_distributed_environment
-    if hasattr(destroy, "lockstep_keeps"):
-        return
-
-    def destroy_own() -> None:
-        if parallel_state._WORLD is not None:
-            destroy()
-
-    destroy_own.lockstep_keeps = True  # type: ignore[attr-defined]
-    parallel_state.destroy_distributed_environment = destroy_own
-
-
 def end_with_trainer() -> None:
     """In a process that vLLM has started beside a trainer: end when the trainer dies. In other processes it does nothing.
 
@@ -208,46 +185,11 @@ def end_with_trainer() -> None:
     threading.Thread(target=end, name="lockstep-end-with-trainer", daemon=True).start()
 
 
-# Threads of vLLM that carry the messages of a process, by a part of their names.
-_CARRIERS = ("process_input_sockets", "process_output_sockets", "WorkerAsyncOutputCopy")
-
-
-def end_without_carriers() -> None:
-    """Let a process of vLLM end when a thread that carries its messages ends by an error, such as an answer that cannot be encoded.
-
-    Otherwise the process would live on and answer nothing, and vLLM's health check would not notice it (vLLM 0.32.0).
-    """
-    report = threading.excepthook
-    if hasattr(report, "lockstep_ends"):
-        return
-
-    def end(failed: threading.ExceptHookArgs) -> None:
-        report(failed)
-        if failed.thread is not None and any(name in failed.thread.name for name in _CARRIERS):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    end.lockstep_ends = True  # type: ignore[attr-defined]
-    threading.excepthook = end
-
-
 @contextmanager
 def files_in(folder: Path) -> Iterator[None]:
     """Inside the context, vLLM in this process puts its temporary files into a folder."""
     with _environment({SOCKETS: os.fspath(folder)}):
         yield
-
-
-def keep_files_together() -> None:
-    """Let vLLM put the file through which its processes meet into the private folder of the engine, where there is one."""
-    from vllm.utils import network_utils
-
-    class Folder:
-        @staticmethod
-        def gettempdir() -> str:
-            return os.environ.get(SOCKETS) or tempfile.gettempdir()
-
-    # The module uses nothing else of it.
-    network_utils.tempfile = Folder
 
 
 def close_at_exit(close: Callable[[], None]) -> Callable[[], None]:

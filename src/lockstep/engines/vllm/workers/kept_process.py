@@ -1,8 +1,8 @@
 """Keeps what a trainer's process computes with, while vLLM is imported and started in it.
 
-vLLM takes the process for its own (0.32.0): its workers set the threads, the random numbers and the precision of float32 products,
-the worker for CPUs replaces `torch.set_num_threads`, its import and its platforms set variables of the environment, and its engine
-freezes all objects of the process for the garbage collector. `engines/vllm/in_process.py` uses this.
+vLLM takes the process for its own (0.32.0): its workers set the threads, the random numbers and the precision of
+float32 products, the worker for CPUs replaces `torch.set_num_threads`, its import and its platforms set variables of
+the environment, and its engine freezes all objects of the process for the garbage collector.
 """
 
 from __future__ import annotations

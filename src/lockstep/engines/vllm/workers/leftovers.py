@@ -1,8 +1,8 @@
 """Files that vLLM's processes leave behind when they are killed: in the temporary folder, and in shared memory.
 
-Each engine has a private folder (`engines/vllm/workers/environment.py`), and its owner holds a lock in it: `lockstep serve`, or the
-trainer. The folder also has the list of the engine's files in shared memory. Whoever starts the next engine on the machine removes
-the folders whose lock nobody holds any more, with these files. A lock ends with its process, however that ends.
+Each engine has a private folder, and its owner holds a lock in it: `lockstep serve`, or the trainer. The folder also
+has the list of the engine's files in shared memory. Whoever starts the next engine on the machine removes the folders
+whose lock nobody holds any more, with these files. A lock ends with its process, however that ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Several worker processes of vLLM that share one model (tensor parallelism), beside the trainer's process.
 
-vLLM's scheduler is in the trainer's process, and its multiprocessing executor starts one process per part of the model. The workers
-are those of a server: the same extension (`sync/vllm/worker.py`), the same weight transfer and the same transports. Here the calls
-go through vLLM's own queues instead of HTTP. `engines/vllm/in_process.py` uses this class.
-`engines/vllm/workers/own.py` has the same methods for a model in the trainer's process.
+vLLM's scheduler is in the trainer's process, and its multiprocessing executor starts one process per part of the
+model. The workers are those of a server: the same extension (`engines/vllm/worker.py`), the same weight transfer and
+the same transports. Here the calls go through vLLM's own queues instead of HTTP. `engines/vllm/in_process.py` has the
+same methods for a model in the trainer's process.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.contract.protocol import EngineSettings
+from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.adapters.transfer import AdapterCalls, one_acknowledgement
 from lockstep.engines.http.requests.messages import loaded_by
-from lockstep.engines.http.transport import WeightReceiverCalls, WeightTransport
-from lockstep.engines.protocol import EngineSettings, LoadedWeights
-from lockstep.engines.vllm.settings import differing_settings, only_dtype, settings_from
+from lockstep.engines.vllm.port.settings import differing_settings, only_dtype, settings_from
 from lockstep.engines.vllm.workers.environment import leave_signals_to_trainer
 from lockstep.errors import LockstepError, ProofError
 from lockstep.report.waits import waiting
+from lockstep.sync.wire.receivers import WeightReceiverCalls
+from lockstep.sync.wire.transport import WeightTransport
 
 if TYPE_CHECKING:
     from vllm import LLM

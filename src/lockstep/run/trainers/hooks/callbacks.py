@@ -1,6 +1,6 @@
 """The callbacks of every trainer: the files of a run, the proofs around a step, the places of checkpoints, and the lines of a log.
 
-`run/trainers/online.py` adds them when `transformers.Trainer` is set up.
+They are added when `transformers.Trainer` is set up.
 """
 
 from __future__ import annotations

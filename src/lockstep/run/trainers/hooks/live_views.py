@@ -1,6 +1,6 @@
 """Makes the view that shows a trainer at work: the panel of the command line, and its form for notebooks.
 
-`run/run.py` calls it for the command line; a trainer that is made in a notebook adds the notebook's view itself.
+The command line has its own view; a trainer that is made in a notebook adds the notebook's view itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Connects the optimizer of a run with the proof of its settings: when it is ready, around callbacks, and in the receipt.
 
-`run/trainers/hooks/steps.py` calls these functions. The proof itself is `watch/optimizer_settings.py`.
+The proof itself is `watch/optimizer_settings.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What `transformers.Trainer` calls around every optimizer step, passed on to the loop and its proofs.
 
-`run/trainers/online.py` extends `StepHooks` and makes its parts. `run/trainers/hooks/step_events.py` calls the methods
-that have no place in `transformers.Trainer` itself.
+Some methods have no place in `transformers.Trainer` itself: its callbacks reach them.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class StepHooks(Trainer):
     settings: SettingsProof
     _method_state: MethodState
     _plain_rows: bool
-    _rules: IdRules
+    rules: IdRules
     # The model and what it wraps. accelerate looks for installed packages each time it unwraps a model.
     _unwrapped: tuple[torch.nn.Module, PreTrainedModel] | None = None
     # What the receipt says about the optimizer of a resumed run, and the fields of the config that have changed since.
@@ -237,7 +236,7 @@ class StepHooks(Trainer):
             accelerator.backward if shards is None else shards.backward(accelerator.backward),
             self.critic,
             self._plain_rows,
-            self._rules,
+            self.rules,
         )
 
     def _policy_model(self) -> PreTrainedModel:

@@ -1,6 +1,6 @@
 """Makes the proof of a run's optimizer steps from what `transformers.Trainer` has made: the optimizer and the scheduler.
 
-`run/trainers/hooks/steps.py` calls it when training begins.
+It is made when training begins.
 """
 
 from __future__ import annotations

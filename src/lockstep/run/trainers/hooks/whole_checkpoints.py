@@ -1,7 +1,7 @@
 """Writes and reads checkpoints whole: what is missing, cut, edited, or of another run is one error that names the file.
 
-If the file of an optimizer, a schedule or random numbers is missing, `transformers.Trainer` silently starts with new ones. It also
-keeps its own values of weights that a file lacks. `run/trainers/online.py` extends this class; `watch/resume.py` has the proof.
+If the file of an optimizer, a schedule or random numbers is missing, `transformers.Trainer` silently starts with new
+ones. It also keeps its own values of weights that a file lacks. `watch/resume.py` has the proof.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class WholeCheckpoints(Trainer):
         inputs: the run's data, code and settings (`run/files/run_identity.py`), for the receipt; empty on ranks without the engine.
         resumed_from: the checkpoint from which this call of `train` goes on; None: it starts from the beginning.
         checked: a checkpoint that was compared with its digests just now, and the `start` line of its receipt. The next `train`
-            uses it; without it, `train` compares the checkpoint itself.
+            goes on from it; without it, `train` compares the checkpoint itself.
     """
 
     ranks: Ranks

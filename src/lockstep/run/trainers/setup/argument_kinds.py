@@ -1,6 +1,6 @@
 """Checks the kinds of the objects that a user gives to a trainer, before any of them is used.
 
-`run/trainers/online.py` calls these functions. A wrong kind would otherwise end in an error of another library.
+A wrong kind would otherwise end in an error of another library.
 """
 
 from __future__ import annotations

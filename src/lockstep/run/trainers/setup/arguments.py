@@ -1,7 +1,4 @@
-"""Checks a trainer's arguments before training.
-
-The constructors of the trainers call these functions.
-"""
+"""Checks a trainer's arguments before training."""
 
 from __future__ import annotations
 

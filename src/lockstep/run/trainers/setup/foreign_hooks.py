@@ -1,6 +1,6 @@
 """Refuses subclasses that override a method which TRL's or transformers' loop calls and Lockstep's loop does not.
 
-Such a subclass would train as if it did not override the method. Used by `run/trainers/online.py`.
+Such a subclass would train as if it did not override the method.
 """
 
 from __future__ import annotations

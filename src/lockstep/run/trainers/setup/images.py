@@ -1,7 +1,4 @@
-"""Decides whether a run has pictures, and refuses what is not supported with them yet, before a model is loaded.
-
-The constructor of the trainers calls these functions.
-"""
+"""Decides whether a run has pictures, and refuses what is not supported with them yet, before a model is loaded."""
 
 from __future__ import annotations
 

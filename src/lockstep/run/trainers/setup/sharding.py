@@ -1,6 +1,6 @@
 """Shards the models of a run over its ranks, where the user's configuration asks for FSDP2 or DeepSpeed ZeRO-3.
 
-`run/trainers/online.py` calls it after everything has been read from the whole models, and before the optimizer is made.
+It happens after everything has been read from the whole models, and before the optimizer is made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Broadcasts bytes from the trainer to the workers of a push, within a time limit and until the push fails.
 
-`GlooChannel` sends from main memory to main memory. `devices.py` has the channel from device to device.
+`GlooChannel` sends from main memory to main memory.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.http.server_calls import is_local
+from lockstep.bounded_http import is_local
 from lockstep.report.waits import waiting
 from lockstep.sync.wire.groups.channel import SENDER, GlooChannel, InFlight
 from lockstep.sync.wire.groups.meeting import CHECK_EVERY, Meeting, connect, gloo_group, in_background
@@ -35,7 +35,7 @@ _AGREED, _OF_WORKER, _OF_ALL = "group/", "worker", "all"
 _KEPT, _NEW = b"kept", b"new"
 _POLL_EVERY = 0.0002
 # Seconds that a process waits for the end of a group that it no longer needs.
-_END_LIMIT = 10.0
+END_LIMIT = 10.0
 
 
 class DeviceChannel(GlooChannel):
@@ -100,8 +100,8 @@ class DeviceChannel(GlooChannel):
         # After a failed push this does not wait: a thread ends the group when NCCL has stopped using the memory in flight.
         if not self.is_ended:
             self.give_up()
-            with waiting("a group of devices to end", _END_LIMIT):
-                self._thread.join(_END_LIMIT)
+            with waiting("a group of devices to end", END_LIMIT):
+                self._thread.join(END_LIMIT)
 
     def give_up(self) -> None:
         if not self.is_ended:

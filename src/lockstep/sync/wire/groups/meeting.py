@@ -1,7 +1,7 @@
 """How the trainer and the workers of one push meet: the trainer listens, the workers connect, and gloo connects each two of them.
 
-Both ends prove that they know the secret of the push (`proof.py`). `sync/wire/gloo.py` has both ends. Every wait ends when `check`
-raises, for example because a server has failed.
+Both ends prove that they know the secret of the push (`proof.py`). Every wait ends when `check` raises, for example
+because a server has failed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Proves to both ends of a push over gloo or NCCL that the other end knows the secret of this push.
 
-torch's store and the connections of gloo and NCCL have no authentication: any program that reaches the port can write into the
-store, or connect before a server does. Therefore the trainer makes a secret per push. The servers get it in the call that announces
-the push. Every address in the store is signed with the secret. Before the first weight is sent, both ends of each connection of
-gloo, and all ranks of a group of NCCL, prove that they know the secret. `meeting.py` and `devices.py` do both. The weights are not
-encrypted.
+torch's store and the connections of gloo and NCCL have no authentication: any program that reaches the port can write
+into the store, or connect before a server does. Therefore the trainer makes a secret per push. The servers get it in
+the call that announces the push. Every address in the store is signed with the secret. Before the first weight is
+sent, both ends of each connection of gloo, and all ranks of a group of NCCL, prove that they know the secret. The
+weights are not encrypted.
 """
 
 from __future__ import annotations

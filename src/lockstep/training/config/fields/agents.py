@@ -1,6 +1,6 @@
 """The fields of rollouts that an agent makes through the gateway.
 
-`training/config/online_config.py` inherits the fields. `training/generate/rollouts/agents.py` reads them.
+`OnlineConfig` inherits the fields.
 """
 
 from __future__ import annotations

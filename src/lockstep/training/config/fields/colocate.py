@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from lockstep.engines.vllm.sleep import SleepLevel
+from lockstep.engines.vllm.port.sleep import SleepLevel
 from lockstep.errors import InputError
 from lockstep.training.config.fields.trl import doc
 

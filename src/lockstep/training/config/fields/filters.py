@@ -1,7 +1,7 @@
 """The fields that shape the sampling distribution beside the temperature: filters, penalties, allowed tokens, structured outputs.
 
-`training/config/online_config.py` inherits the fields. `training/config/sampling.py` makes a `Sampling` of them. The engine samples
-from this distribution, and the trainer scores the same one.
+`OnlineConfig` inherits the fields. `training/config/sampling.py` makes a `Sampling` of them. The engine samples from
+this distribution, and the trainer scores the same one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lockstep.engines.filters.distribution import Grammar, Sampling
-from lockstep.engines.filters.grammars import check_grammar
+from lockstep.contract.grammars import check_grammar
+from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError
 from lockstep.training.config.fields.trl import doc
 

@@ -1,7 +1,6 @@
 """The fields of runs with pictures.
 
-`training/config/online_config.py` inherits the fields. `run/trainers/setup/images.py` and `training/forward/policy.py` read
-them.
+`OnlineConfig` inherits the fields.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The fields that say when a run interrupts thinking, and with which text.
 
-`training/config/online_config.py` inherits the fields. `training/config/interruption.py` turns them into ids.
+`OnlineConfig` inherits the fields. `training/config/interruption.py` turns them into ids.
 """
 
 from __future__ import annotations

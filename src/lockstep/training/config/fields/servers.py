@@ -1,6 +1,6 @@
 """The fields of vLLM as a server: where servers are, with which key, and how weights reach them.
 
-`training/config/online_config.py` inherits the fields. `run/engine.py` connects to the servers.
+`OnlineConfig` inherits the fields. `run/engine.py` connects to the servers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The fields of rollouts with tools, environments, or a program of the user's own.
 
-`training/config/online_config.py` inherits the fields. `training/generate/rollouts/tools.py` reads them.
+`OnlineConfig` inherits the fields.
 """
 
 from __future__ import annotations

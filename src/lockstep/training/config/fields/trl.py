@@ -1,8 +1,8 @@
 """Fields of TRL and transformers that support one value here, or that have no effect here.
 
-A script that sets them runs. Any other value of the first kind is refused by name. Any value of the second kind is taken, and a
-line says that it has no effect. `training/config/online_config.py` inherits the fields.
-docs/reference/migrating-from-trl.md gives reasons.
+A script that sets them runs. Any other value of the first kind is refused by name. Any value of the second kind is
+taken, and a line says that it has no effect. `OnlineConfig` inherits the fields. docs/reference/migrating-from-trl.md
+gives reasons.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Plans how attention over a tree of tokens is cut into pieces. Most pieces need no mask; the others are small blocks.
 
-The input is `ends` of `training/batch/pack.py`. `training/forward/attention/block_attention.py` computes the plan. Nodes are in
-depth-first order, and node i sees node j if and only if j <= i < ends[j]. A chain is a run of nodes in which each node is the
-parent of the next. Therefore:
+The input is `ends` of `training/batch/pack.py`. Nodes are in depth-first order, and node i sees node j if and only if
+j <= i < ends[j]. A chain is a run of nodes in which each node is the parent of the next. Therefore:
 
 - Within a chain, attention is plain causal attention. PyTorch's kernel for CPUs computes all pairs of a chain of up to 512 nodes,
   also those that the causal mask hides. There a chain can be cut into blocks, so that fewer such pairs are computed.

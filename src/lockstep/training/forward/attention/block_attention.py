@@ -1,7 +1,7 @@
 """Computes attention over a tree of tokens, piece by piece. Its memory grows linearly with the number of tokens.
 
-`training/forward/attention/attention_plan.py` plans the pieces. `training/forward/attention/tree_attention.py` calls this module.
-Queries, keys, values and the result are kept for the backward. No keys are kept twice, and no attention scores are kept.
+`training/forward/attention/attention_plan.py` plans the pieces. Queries, keys, values and the result are kept for the
+backward. No keys are kept twice, and no attention scores are kept.
 
 On a CPU the attention of a row has two parts: the columns that its block shares, and the block itself. PyTorch's flash kernel
 computes each part separately. Let oₚ be the result of a part and lₚ the logarithm of its softmax's denominator. The whole is

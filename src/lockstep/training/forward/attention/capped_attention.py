@@ -1,7 +1,7 @@
 """Attention whose scores are capped: cap · tanh(score / cap), as in Gemma 2.
 
-PyTorch's kernels cannot cap scores, so all scores of a block are computed. `training/forward/attention/block_attention.py` calls it
-block by block, `training/forward/attention/tree_attention.py` for plain rows. vLLM's kernels cap the scores themselves.
+PyTorch's kernels cannot cap scores, so all scores of a block are computed. It is called block by block, or for plain
+rows. vLLM's kernels cap the scores themselves.
 """
 
 from __future__ import annotations

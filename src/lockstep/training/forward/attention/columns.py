@@ -1,6 +1,6 @@
 """Reads and adds to the columns of a piece of attention: the keys and values that its rows see, in one or several runs.
 
-`block_attention.py` and `half_backward.py` call it for every piece of a plan.
+It is called for every piece of a plan.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The backward of attention over a tree, by matrix products in bf16. For processors that multiply in bf16 much faster than in fp32.
 
-`training/forward/attention/block_attention.py` calls this module. The forward rounds queries, keys and values to bf16, as a GPU and
-the engine do, and computes in float32. It gives the result o of each row, and l, the logarithm of its softmax's denominator. With
-the scores s = c·q·kᵀ and the gradient g of o, the backward is
+The forward rounds queries, keys and values to bf16, as a GPU and the engine do, and computes in float32. It gives the
+result o of each row, and l, the logarithm of its softmax's denominator. With the scores s = c·q·kᵀ and the gradient g
+of o, the backward is
 
     p = exp(s − l),   dv = pᵀ·g,   ds = p · (g·vᵀ − o·g),   dq = c·ds·k,   dk = c·dsᵀ·q.
 

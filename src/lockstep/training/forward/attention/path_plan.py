@@ -1,10 +1,10 @@
 """Plans attention over a tree of tokens by its paths, so that a GPU has few kernels to start.
 
-The input is `ends` of `training/batch/pack.py`. `training/forward/attention/path_attention.py` computes the plan. A path goes
-from a root of the tree down to a leaf. Along a path attention is plain causal attention, so many paths are one batch: one call of
-the kernel, without a mask. Paths are padded at the end, where causal attention hides the padding. A node is a row of every path
-that goes through it, and its result is taken from one of them. Most of the other rows are left out: the rows of a call begin where
-some path of the call first needs a result. Before that there are columns only.
+The input is `ends` of `training/batch/pack.py`. A path goes from a root of the tree down to a leaf. Along a path
+attention is plain causal attention, so many paths are one batch: one call of the kernel, without a mask. Paths are
+padded at the end, where causal attention hides the padding. A node is a row of every path that goes through it, and
+its result is taken from one of them. Most of the other rows are left out: the rows of a call begin where some path of
+the call first needs a result. Before that there are columns only.
 
 Such a plan has few calls, and more rows and columns than the tree has nodes. A plan of `attention_plan.py` has many calls, and
 computes each row once. The choice is made by arithmetic, with the figures below. It needs nothing that is on the device.

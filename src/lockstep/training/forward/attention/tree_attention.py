@@ -1,9 +1,9 @@
 """Attention within a pack, computed only for pairs of tokens that see each other in the tree.
 
-`training/forward/scoring.py` passes on a pack's `ends`. Every attention layer of the model calls this module through
-transformers' registry of attention functions. The result is that of a dense mask, but the dense mask is never made. Plain rows
-without padding at the front need no dense mask either: they attend causally, and a layer with a window shorter than a row attends
-block by block.
+A pack's `ends` come with every call. Every attention layer of the model calls this module through transformers'
+registry of attention functions. The result is that of a dense mask, but the dense mask is never made. Plain rows
+without padding at the front need no dense mask either: they attend causally, and a layer with a window shorter than a
+row attends block by block.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The part of a sampling distribution that follows from token ids alone: penalties and biases move logits, bans take ids away.
 
-The trainer computes this part again from the ids of whole completions, and `training/forward/filters/row_rules.py` applies it to a
-pack. The order of the steps is that of `engines/filters/sampling.py`, which does the same for one token: first the bans (grammar,
-allowed ids, bad words, end tokens before `min_tokens`), then the biases, then the penalties. Positions are counted in sampled
-tokens: position t is that of the token after the first t sampled ones.
+The trainer computes this part again from the ids of whole completions, and applies it to a pack. The order of the
+steps is that of `contract/filters.py`, which does the same for one token: first the bans (grammar, allowed ids, bad
+words, end tokens before `min_tokens`), then the biases, then the penalties. Positions are counted in sampled tokens:
+position t is that of the token after the first t sampled ones.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.engines.filters.distribution import Sampling
-from lockstep.engines.filters.grammars import GrammarCompiler
-from lockstep.engines.filters.scored_as import Distribution
+from lockstep.contract.grammars import GrammarCompiler
+from lockstep.contract.sampling import Sampling
+from lockstep.contract.scored_as import Distribution
 from lockstep.tokens.arrays import Flags, Ids, chosen, places_of
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import embedding_rows

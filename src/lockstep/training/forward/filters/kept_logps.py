@@ -1,8 +1,8 @@
 """Computes log-probs and entropies among kept ids: the ids that top-k, top-p or min-p left for each token.
 
-`training/forward/scoring.py` calls this module if the engine reported `KeptIds`. The forward computes only the rows of the output
-head that a few neighbouring tokens need, and so does the backward. The logits of the kept ids are one flat array, set after set. A
-(tokens × vocabulary) matrix is never in memory.
+It serves completions for which the engine reported `KeptIds`. The forward computes only the rows of the output head
+that a few neighbouring tokens need, and so does the backward. The logits of the kept ids are one flat array, set after
+set. A (tokens × vocabulary) matrix is never in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The rules of a sampling distribution (`training/forward/filters/id_rules.py`) for the rows of a pack.
 
-`training/forward/scoring.py` makes them from a pack. `training/forward/token_logps.py` applies them to whole logits, one chunk of
-rows at a time. For kept ids, `scoring.py` applies them to the logits of these ids alone. A row is what predicts a token: a node of
-the pack's tree, and the length of the prompt, because branches of two prompts may share a node.
+They are made from a pack, and applied to whole logits, one chunk of rows at a time. With kept ids they are applied to
+the logits of these ids alone. A row is what predicts a token: a node of the pack's tree, and the length of the prompt,
+because branches of two prompts may share a node.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.engines.filters.distribution import Sampling
+from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids
 from lockstep.training.batch.sequence import TrainingSequence

@@ -1,7 +1,7 @@
 """Calls a user's `rollout_func(prompts, trainer)`, and samples for it exactly as the run samples.
 
-`run/source.py` uses `RolloutFunction` in place of the driver. The function itself may call
-`generate_rollout_completions`, or sample with `trainer.engine`. `rollouts/programs/rollout_func.py` checks what it returns.
+`RolloutFunction` takes the place of the driver. The function itself may call `generate_rollout_completions`, or sample
+with `trainer.engine`. `rollouts/programs/rollout_func.py` checks what it returns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.engines.protocol import GenerationRequest, RequestKey, request_seed
+from lockstep.contract.protocol import GenerationRequest, RequestKey, request_seed
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import PromptPictures
 from lockstep.images.prompts import ImagePrompts

@@ -1,0 +1,177 @@
+"""The sampling settings of a request, with the names and meanings of vLLM's sampling parameters.
+
+They are made from a run's config. Engines sample with these settings, and the trainer scores the same distribution.
+The order in which the settings are applied is that of vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from lockstep.errors import InputError
+
+GrammarKind = Literal["regex", "json", "choice", "grammar"]
+
+# vLLM 0.32.0 silently raises a lower temperature to the first value, and refuses a temperature above the second value.
+_SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE = 0.01, 2.0
+# vLLM's server cuts biases to this range, and vLLM in the trainer's process does not.
+_LARGEST_BIAS = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that every completion must follow (vLLM's structured outputs).
+
+    Attributes:
+        kind: the language of `spec`: `regex`; `json`, a JSON schema; `choice`, a JSON list of texts, of which the completion is
+            one; `grammar`, a context-free grammar in EBNF.
+        spec: the grammar itself.
+
+    Raises:
+        InputError: the kind is unknown, the grammar is empty, or its JSON cannot be read.
+    """
+
+    kind: GrammarKind
+    spec: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise InputError(
+                f"the kind of a grammar is {self.kind!r}; it must be one of {', '.join(get_args(GrammarKind))}"
+            )
+        if not self.spec.strip():
+            raise InputError(f"the {self.kind} of the structured outputs is empty")
+        if self.kind == "choice":
+            _check_choices(_read_json(self.kind, self.spec))
+        if self.kind == "json" and not isinstance(_read_json(self.kind, self.spec), dict | bool):
+            raise InputError(f"the JSON schema of the structured outputs is not a mapping: {self.spec[:80]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The settings of the distribution to sample from. The defaults leave the model's own distribution unchanged.
+
+    Attributes:
+        max_tokens: largest number of sampled tokens.
+        repetition_penalty: applies to ids of the prompt and of the completion. The other two penalties apply to ids of the
+            completion only.
+        logit_bias: pairs of a token id and the value that is added to its logit.
+        allowed_token_ids: the only ids that may be sampled; None: all.
+        bad_words: sequences of ids that may not occur. If all other ids of a sequence came directly before, its last id cannot be
+            sampled.
+        min_tokens: smallest number of tokens of a completion. Before it, neither an end token nor a stop string ends the
+            completion.
+        grammar: the grammar that every completion must follow; None: there is none.
+        end_ids: the ids that end a completion. Empty: those of the engine's own model directory.
+        max_kept_ids: largest number of ids that top-k, top-p and min-p may keep for one token. It bounds the memory of `KeptIds`.
+
+    Raises:
+        InputError: a value is outside its range. Greedy decoding (temperature 0) has no distribution to learn from.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    grammar: Grammar | None = None
+    max_kept_ids: int = 32768
+    end_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_range("temperature", _SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE)
+        self._check_range("top_p", 0.0, 1.0, without_low=True)
+        self._check_range("top_k", 0, math.inf)
+        self._check_range("min_p", 0.0, 1.0)
+        self._check_range("repetition_penalty", 0.0, math.inf, without_low=True)
+        self._check_range("presence_penalty", -2.0, 2.0)
+        self._check_range("frequency_penalty", -2.0, 2.0)
+        self._check_range("max_tokens", 1, math.inf)
+        self._check_range("min_tokens", 0, self.max_tokens)
+        self._check_range("max_kept_ids", 1, math.inf)
+        self._check_ids("end_ids", self.end_ids)
+        self._check_ids("logit_bias", [token for token, _ in self.logit_bias])
+        for token, bias in self.logit_bias:
+            if not abs(bias) <= _LARGEST_BIAS:
+                raise InputError(
+                    f"logit_bias of token {token} is {bias}; it must be between -{_LARGEST_BIAS:g} and {_LARGEST_BIAS:g}"
+                )
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise InputError("allowed_token_ids is empty: no token could be sampled; leave it out to allow all")
+            self._check_ids("allowed_token_ids", self.allowed_token_ids)
+        for word in self.bad_words:
+            if not word or min(word) < 0:
+                raise InputError(f"bad_words has {word}; each word must be a sequence of token ids")
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether top-k, top-p or min-p is in force. The support then depends on the logits, and engines report `KeptIds`."""
+        return bool(self.filters)
+
+    @property
+    def filters(self) -> list[str]:
+        """Names of the filters in force that depend on the logits, in the order in which they are applied."""
+        in_force = {"min_p": self.min_p > 0.0, "top_k": self.top_k > 0, "top_p": self.top_p < 1.0}
+        return [name for name, is_on in in_force.items() if is_on]
+
+    @property
+    def counting_fields(self) -> list[str]:
+        """Names of the settings in force that depend on the earlier ids of the completion only. They start anew with every request.
+
+        `bad_words` is one of them only if a word has several tokens: a word of one token does not depend on earlier ids.
+        """
+        names = ["presence_penalty", "frequency_penalty", "min_tokens", "grammar"]
+        several = any(len(word) > 1 for word in self.bad_words)
+        return [*(name for name in names if getattr(self, name)), *(["bad_words"] if several else [])]
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check the token ids against the model's number of logits.
+
+        Raises:
+            InputError: a setting names a token that the model does not have.
+        """
+        named = {
+            "logit_bias": [token for token, _ in self.logit_bias],
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_words": [token for word in self.bad_words for token in word],
+        }
+        for name, ids in named.items():
+            if max(ids, default=0) >= vocab_size:
+                raise InputError(f"{name} names token {max(ids)}; the model's last token is {vocab_size - 1}")
+
+    def _check_range(self, name: str, low: float, high: float, *, without_low: bool = False) -> None:
+        value = getattr(self, name)
+        if not (low < value if without_low else low <= value) or not value <= high or math.isinf(value):
+            least = f"above {low}" if without_low else f"at least {low}"
+            most = "" if math.isinf(high) else f" and at most {high}"
+            raise InputError(f"{name}={value}; it must be {least}{most}")
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        found = list(ids)
+        if len(set(found)) < len(found) or min(found, default=0) < 0:
+            raise InputError(f"{name} has a token id twice, or a token id below 0")
+
+
+def _read_json(kind: str, spec: str) -> object:
+    try:
+        return json.loads(spec)
+    except ValueError as error:
+        raise InputError(f"the {kind} of the structured outputs is not valid JSON: {error}") from error
+
+
+def _check_choices(found: object) -> None:
+    if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
+        raise InputError("the choices of the structured outputs must be a JSON list of texts that are not empty")

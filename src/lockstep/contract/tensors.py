@@ -1,0 +1,418 @@
+"""Descriptions of tensors: name, dtype, shape, and a digest of all bytes. Sender and receiver of a push use the same code.
+
+The trainer describes the tensors that are sent, and each engine describes the tensors that arrive. A push compares the
+two descriptions. There are two kinds of digests, and each digest tells its kind:
+
+- xxh3, of bytes in main memory. It reads 540 MB in 0.02 s on two cores, so that it can cover every byte of every push.
+- The keyed digest of a GPU (`device_digest.py`), for tensors that go from GPU to GPU. Their bytes do not come to main memory. Every
+  push draws a key, and the digest contains it: digests of two keys are never equal.
+
+A digest finds faults. It does not find forgeries: whoever can change the weights on purpose can also change the program.
+
+Within one process the engine may receive the same memory that the trainer sends. Inside `one_push`, such memory is read only once.
+Memory that was copied, converted or changed in between is read again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from lockstep.contract.device_digest import KEY_BITS, device_digests, digest_texts
+from lockstep.models.cuda import Written, read_after, written_so_far
+
+# Two threads, because xxhash releases the interpreter lock while it reads.
+_POOL = ThreadPoolExecutor(2, thread_name_prefix="lockstep-digest")
+
+# Bytes of a group of tensors. The tensors of a group are digested while the caller uses them. A group of this size keeps both
+# threads busy. It also bounds the memory of tensors that are made only for the push.
+GROUP_BYTES = 16 << 20
+
+# Bytes of a GPU's tensor that are on the host at a time, per thread.
+_PINNED_BYTES = 32 << 20
+_OF_THREAD = threading.local()
+
+Named = tuple[str, torch.Tensor]
+_Outline = tuple[str, str, tuple[int, ...]]
+_Digest = Callable[[], str]
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a push: its checkpoint name, dtype as sent, shape, and the digest of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """An engine's acknowledgement of one load.
+
+    Attributes:
+        tensors: descriptions of the tensors that the engine now holds, computed from the arrived tensors themselves. The tensors of
+            this load come first, in order; the tensors of earlier loads follow.
+        untouched: parameters of the engine into which no tensor was written.
+        unknown_base: whether the load changes weights that the engine does not hold. The engine has then loaded nothing.
+        unstored: names of tensors that arrived and were written into no parameter of this worker.
+        server: URL of the server that acknowledges; empty if the engine does not consist of several servers.
+        others: the acknowledgements of the other servers, and of the other workers of each server.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    untouched: tuple[str, ...]
+    server: str = ""
+    others: tuple[LoadedWeights, ...] = ()
+    unknown_base: bool = False
+    unstored: tuple[str, ...] = ()
+
+
+class _Push:
+    """What one push has digested.
+
+    Attributes:
+        key: the key of its digests; None: they are xxh3.
+        known: the digests of tensors that stay alive; None: none are kept.
+        devices: the digests that devices compute.
+    """
+
+    def __init__(self, key: int | None = None, *, remembers: bool = False) -> None:
+        self.key = key
+        self.known: dict[object, _Digest] | None = {} if remembers else None
+        self.devices = _OnDevices()
+
+
+class _OnDevices:
+    """Digests that devices compute. The first that is asked for brings all of them to the host, in one copy per device."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[torch.Tensor, list[int], Written]] = []
+        self._texts: dict[int, str] = {}
+        self._count = 0
+
+    def begin(self, named: Sequence[Named], key: int) -> list[_Digest]:
+        """Begin the digests of tensors on one device."""
+        numbers = list(range(self._count, self._count + len(named)))
+        self._count += len(named)
+        digests = device_digests(named, key)
+        # Another stream may be the current one when the digests are asked for.
+        self._waiting.append((digests, numbers, written_so_far([digests])))
+        return [lambda number=number: f"{self._text(number)}-{key:0{KEY_BITS // 4}x}" for number in numbers]  # type: ignore[misc]
+
+    def _text(self, number: int) -> str:
+        if number not in self._texts:
+            waiting, self._waiting = self._waiting, []
+            for device in {digests.device for digests, _, _ in waiting}:
+                own = [
+                    (read_after(w, torch.Tensor.detach, d), numbers) for d, numbers, w in waiting if d.device == device
+                ]
+                texts = digest_texts(torch.cat([digests for digests, _ in own]))
+                self._texts |= dict(zip([n for _, numbers in own for n in numbers], texts, strict=True))
+        return self._texts[number]
+
+
+_this_push: ContextVar[_Push | None] = ContextVar("this_push", default=None)
+
+
+@contextmanager
+def one_push(key: int | None = None, *, remembers: bool = True) -> Iterator[None]:
+    """A push. Trainer and engine, if they are in one process, describe its tensors in the same way, and each tensor once.
+
+    Args:
+        key: the key of the digests; None: they are xxh3.
+        remembers: whether memory that was already digested is not read again, unless it was written to. Only for tensors that stay
+            alive. A tensor that is made only for the push may be freed, and the next tensor may get the same memory.
+    """
+    token = _this_push.set(_Push(key, remembers=remembers))
+    try:
+        yield
+    finally:
+        _this_push.reset(token)
+
+
+def push_key() -> int | None:
+    """The key of the push that this thread makes; None: its digests are xxh3."""
+    push = _this_push.get()
+    return None if push is None else push.key
+
+
+def digest_under(key: int | None) -> None:
+    """Give the further digests of this push another key. None: they are xxh3, because the tensors go through main memory."""
+    if (push := _this_push.get()) is not None:
+        push.key = key
+
+
+def tensor_specs(named: Sequence[Named], like: Mapping[str, TensorSpec] | None = None) -> tuple[TensorSpec, ...]:
+    """Name, dtype, shape and byte digest of each tensor.
+
+    Args:
+        like: earlier descriptions, by name. A tensor gets a digest of the same kind and key as its own there.
+    """
+    return begin_specs(named, like)()
+
+
+def digests_of(named: Mapping[str, torch.Tensor], key: int | None) -> dict[str, str]:
+    """The byte digest of each tensor, by name, under a key; None: xxh3, of bytes in main memory."""
+    with one_push(key, remembers=False):
+        return {spec.name: spec.digest for spec in tensor_specs(list(named.items()))}
+
+
+class Begun:
+    """Descriptions that are computed in the background."""
+
+    def __init__(self, outlines: Sequence[_Outline], digests: Sequence[_Digest], on_host: Sequence[_Digest]) -> None:
+        # No reference to the tensors, because the caller may free them before it asks for the digests.
+        self._outlines, self._digests, self._on_host = outlines, digests, on_host
+
+    def settle(self) -> None:
+        """Wait until nothing reads the tensors in main memory any more. A GPU reads its own in the order of the stream."""
+        for digest in self._on_host:
+            digest()
+
+    def __call__(self) -> tuple[TensorSpec, ...]:
+        """Wait for the descriptions."""
+        return tuple(TensorSpec(*o, digest()) for o, digest in zip(self._outlines, self._digests, strict=True))
+
+
+def begin_specs(
+    named: Sequence[Named],
+    like: Mapping[str, TensorSpec] | None = None,
+    *,
+    copied: Sequence[torch.Tensor] | None = None,
+) -> Begun:
+    """Begin `tensor_specs` in the background.
+
+    Tensors in main memory must not change until the result was called. What is done to tensors of a GPU afterwards, on the same
+    stream, does not change their digests.
+
+    Args:
+        copied: the tensors of which `named` are copies, if they are copies.
+    """
+    push = _this_push.get() or _Push()
+    known = {} if push.known is None else push.known
+    keys = [push.key if like is None or name not in like else key_of(like[name].digest) for name, _ in named]
+    memory = [t for _, t in named] if copied is None else copied
+    names = ["" if key is None else name for key, (name, _) in zip(keys, named, strict=True)]
+    identities = list(zip(keys, names, map(_identity, memory), strict=True))
+    on_devices: dict[tuple[int, torch.device], dict[object, Named]] = {}
+    for identity, key, (name, tensor) in zip(identities, keys, named, strict=True):
+        if identity in known:
+            continue
+        if key is not None:
+            on_devices.setdefault((key, tensor.device), {})[identity] = name, tensor
+        elif tensor.device.type == "cpu":
+            known[identity] = _POOL.submit(tensor_digest, tensor).result
+        else:
+            # At once, in the order of this thread's stream. Another thread has another stream.
+            known[identity] = partial(str, tensor_digest(tensor))
+    for (key, _), own in on_devices.items():
+        known |= zip(own, push.devices.begin(list(own.values()), key), strict=True)
+    outlines = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in named]
+    digests = [known[identity] for identity in identities]
+    return Begun(outlines, digests, [digest for digest, key in zip(digests, keys, strict=True) if key is None])
+
+
+def described(
+    tensors: Iterable[Named],
+    specs: list[TensorSpec | Begun],
+    *,
+    to_host: bool = False,
+    like: Mapping[str, TensorSpec] | None = None,
+) -> Iterator[Named]:
+    """Yield the same tensors, and append their descriptions to `specs`, some of which are still being made (`finished`).
+
+    `specs` is complete when the iterator ends. The iterator reads up to `GROUP_BYTES` ahead.
+
+    Args:
+        to_host: yield tensors of a GPU as copies in main memory. The copies are digested.
+        like: as in `tensor_specs`.
+    """
+    held: list[Named] = []
+    for name, tensor in tensors:
+        held.append((name, tensor))
+        if sum(t.nbytes for _, t in held) >= GROUP_BYTES:
+            yield from _described(held, specs, to_host, like)
+    yield from _described(held, specs, to_host, like)
+
+
+def finished(specs: Iterable[TensorSpec | Begun]) -> tuple[TensorSpec, ...]:
+    """Wait for the descriptions that are still being made."""
+    return tuple(spec for each in specs for spec in (each() if isinstance(each, Begun) else (each,)))
+
+
+def _described(
+    held: list[Named], specs: list[TensorSpec | Begun], to_host: bool, like: Mapping[str, TensorSpec] | None
+) -> Iterator[Named]:
+    """Yield the tensors of a list and empty the list. The tensors are digested while they are used."""
+    group = [(name, host_copy(tensor)) for name, tensor in held] if to_host else list(held)
+    begun = begin_specs(group, like, copied=[tensor for _, tensor in held])
+    specs.append(begun)
+    held.clear()
+    group.reverse()
+    while group:
+        yield group.pop()
+    begun.settle()
+
+
+def digest_of_all(specs: tuple[TensorSpec, ...]) -> str:
+    """Hex digest of a whole set of weights. Equal digests mean equal names, dtypes, shapes and bytes, in the same order.
+
+    If all tensors have digests of one key, the key is a part of it (`key_of`).
+    """
+    digest = hashlib.blake2b(json.dumps(specs).encode(), digest_size=16).hexdigest()
+    keys = {spec.digest.partition("-")[2] for spec in specs}
+    return "-".join(filter(None, (digest, *keys))) if len(keys) == 1 else digest
+
+
+def key_of(digest: str) -> int | None:
+    """The key of a digest; None: it is one of xxh3, or of tensors with several keys."""
+    key = digest.partition("-")[2]
+    return int(key, 16) if key else None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Hex xxh3-128 of a tensor's elements in row-major order."""
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if not flat.is_cuda:
+        return xxhash.xxh3_128_hexdigest(flat.cpu().numpy().data)
+    found, buffer = xxhash.xxh3_128(), _pinned()
+    for part in flat.split(len(buffer)):
+        found.update(buffer[: len(part)].copy_(part).numpy().data)
+    return found.hexdigest()
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a GPU's tensor in main memory. A tensor that is there already is returned itself."""
+    if not tensor.is_cuda:
+        return tensor
+    flat, buffer = tensor.detach().contiguous().flatten().view(torch.uint8), _pinned()
+    host = torch.empty(len(flat), dtype=torch.uint8)
+    for part, target in zip(flat.split(len(buffer)), host.split(len(buffer)), strict=True):
+        target.copy_(buffer[: len(part)].copy_(part))
+    return host.view(tensor.dtype).view(tensor.shape)
+
+
+def _pinned() -> torch.Tensor:
+    """This thread's buffer for bytes of a GPU. Into pinned memory they come eight times as fast (docs/internals/speed.md)."""
+    if not hasattr(_OF_THREAD, "buffer"):
+        _OF_THREAD.buffer = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+    return _OF_THREAD.buffer
+
+
+def codes_digest(codes: torch.Tensor, scales: torch.Tensor) -> str:
+    """The digest of a module's (outputs, inputs) codes and of its scales, one float32 number per output."""
+    return f"{tensor_digest(codes)} {tensor_digest(scales.float().flatten())}"
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """A key for `one_push`. Two keys are equal only for the same view of the same memory without a write in between.
+
+    Autograd's version counter shows writes. Inference tensors have no counter, so that their keys are never equal.
+    """
+    writes = object() if tensor.is_inference() else tensor._version
+    return (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), writes)
+
+
+class HeldWeights:
+    """An engine's own record of the tensors that it has loaded, each described from the arrived tensor itself.
+
+    It allows pushes that contain only the tensors that changed. It has every tensor of a version, whether the last push or an
+    earlier one has sent it.
+
+    Attributes:
+        digest: digest of all tensors; empty during an update, and after an update that did not end.
+    """
+
+    def __init__(self) -> None:
+        self.digest = ""
+        self._earlier_digest = ""
+        self._specs: dict[str, TensorSpec] = {}
+        self._written: set[str] = set()
+        self._arrived: list[TensorSpec] = []
+        self._now: set[str] = set()
+        self._stored: set[str] = set()
+        self._refused = False
+
+    @property
+    def written_now(self) -> set[str]:
+        """The engine's parameters that this update has written."""
+        return self._now
+
+    def open(self) -> None:
+        """Begin an update. Until it ends, the engine holds nothing that a later update may build on."""
+        self._earlier_digest, self.digest = self.digest, ""
+        self._arrived, self._now, self._refused = [], set(), False
+
+    def forget(self) -> None:
+        """Forget all tensors, because the engine has lost them. The next update must have all tensors."""
+        self.digest = self._earlier_digest = ""
+        self._specs.clear()
+        self._written.clear()
+        self._stored.clear()
+
+    def accepts_base(self, base: str) -> bool:
+        """Whether the engine holds the weights that this update changes. Otherwise the update must not be loaded.
+
+        Args:
+            base: digest of the weights that the update changes. Empty: the update has all tensors, and the record begins anew.
+        """
+        if not base:
+            self._specs.clear()
+            self._written.clear()
+            self._stored.clear()
+        self._refused = bool(base) and base != self._earlier_digest
+        return not self._refused
+
+    def refuse(self) -> None:
+        """End the update without loading the rest: the engine lacks something that the update needs."""
+        self._refused = True
+
+    def add(self, specs: Sequence[TensorSpec], written: Iterable[str], stored: Iterable[str]) -> None:
+        """Record tensors that were loaded.
+
+        Args:
+            written: the engine's parameters that the tensors were written into.
+            stored: names of the tensors that were written into a parameter.
+        """
+        self._arrived += specs
+        self._now.update(written)
+        self._stored.update(stored)
+
+    def close(self, parameters: Iterable[str], half_loaded: tuple[str, ...] = ()) -> LoadedWeights:
+        """End the update.
+
+        Args:
+            parameters: all parameters of the engine.
+            half_loaded: names of layers that received only some of their elements.
+
+        Returns:
+            The acknowledgement: the tensors that arrived in this update, and the tensors that the engine holds from earlier
+            updates.
+        """
+        if self._refused:
+            return LoadedWeights((), (), unknown_base=True)
+        arrived = {spec.name: spec for spec in self._arrived}
+        kept = tuple(spec for name, spec in self._specs.items() if name not in arrived)
+        self._specs |= arrived
+        self._written |= self._now
+        missing = tuple(name for name in parameters if name not in self._written)
+        unstored = tuple(name for name in self._specs if name not in self._stored)
+        self.digest = digest_of_all(tuple(self._specs.values()))
+        return LoadedWeights((*self._arrived, *kept), missing + half_loaded, unstored=unstored)

@@ -1,1 +1,0 @@
-"""What Lockstep changes in vLLM: functions that replace, wrap or join functions of vLLM."""

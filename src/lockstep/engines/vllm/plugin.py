@@ -1,0 +1,36 @@
+"""Entry point that vLLM calls in every process it starts (group `vllm.general_plugins` in pyproject.toml)."""
+
+from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
+from lockstep.engines.vllm.port.engine import register_backends
+from lockstep.engines.vllm.port.kept_ids import carry_kept_ids
+from lockstep.engines.vllm.port.patches import (
+    end_without_carriers,
+    find_files_by_name,
+    inspect_classes_here,
+    keep_files_together,
+    register_norms,
+    request_amx,
+)
+from lockstep.engines.vllm.workers.environment import end_with_trainer
+from lockstep.models.cuda import prepare_cuda
+
+_CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "ServerWeightTransfer"}
+
+
+def register() -> None:
+    """Register our weight-transfer backends and norms with vLLM, make vLLM pass on the kept ids, and find a model's files by name.
+    On a GPU, convolutions round here as they do in the trainer.
+
+    vLLM may call this several times. In a worker process beside a trainer, also let the process end when the trainer dies.
+    A process that cannot answer any more ends too.
+    """
+    prepare_cuda()
+    end_with_trainer()
+    end_without_carriers()
+    keep_files_together()
+    inspect_classes_here()
+    request_amx()
+    register_backends("lockstep.engines.vllm.receive", _CLASSES)
+    carry_kept_ids()
+    register_norms()
+    find_files_by_name()

@@ -1,0 +1,264 @@
+"""Conversions between our types and vLLM's: requests to `SamplingParams`, and vLLM's outputs to completions.
+
+`contract/inbox.py` checks every completion. `check_sent` proves that what is sent to vLLM has the sampling settings of the
+trainer's request: the engine in this process checks the `vllm.SamplingParams` that it gives to vLLM, and the client of a server the
+body that it posts. This check comes before the first token is sampled. It also finds differences that are too small for any
+log-prob in half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from lockstep.contract.grammars import as_ebnf
+from lockstep.contract.protocol import Completion, FinishReason, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Grammar, Sampling
+from lockstep.engines.vllm.arguments import BAD_WORDS, MAX_KEPT_IDS
+from lockstep.engines.vllm.port.kept_ids import kept_ids_from
+from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.tokens.arrays import BadValues, Ids, reals, whole_numbers
+from lockstep.tokens.kept_ids import KeptIds
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+
+def sampling_fields(request: GenerationRequest) -> dict[str, Any]:
+    """The fields of `vllm.SamplingParams` for a request, as JSON types. They go to vLLM in this process or to a server."""
+    sampling: Sampling = request.sampling
+    return {
+        "n": 1,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "min_tokens": sampling.min_tokens,
+        "stop": list(sampling.stop),
+        "seed": request.seed,
+        "logprobs": 0,
+        "detokenize": bool(sampling.stop),
+        # A stop string may be a special token. vLLM searches the text that it makes.
+        "skip_special_tokens": not sampling.stop,
+        **_optional_fields(sampling),
+    }
+
+
+def _optional_fields(sampling: Sampling) -> dict[str, Any]:
+    """The fields of settings that only some requests have."""
+    extra: dict[str, Any] = {}
+    if sampling.is_filtered:
+        extra[MAX_KEPT_IDS] = sampling.max_kept_ids
+    if sampling.bad_words:
+        extra[BAD_WORDS] = [list(word) for word in sampling.bad_words]
+    fields: dict[str, Any] = {"extra_args": extra} if extra else {}
+    if sampling.logit_bias:
+        fields["logit_bias"] = dict(sampling.logit_bias)
+    if sampling.allowed_token_ids is not None:
+        fields["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.end_ids:
+        # Otherwise vLLM ends at the end tokens of its model directory, and the trainer may have been given others.
+        fields |= {"ignore_eos": True, "stop_token_ids": list(sampling.end_ids)}
+    if sampling.grammar is not None:
+        fields["structured_outputs"] = _structured_outputs(sampling.grammar)
+    return fields
+
+
+def _structured_outputs(grammar: Grammar) -> dict[str, str]:
+    # Choices are sent as our own grammar, so that vLLM and the trainer use the same one.
+    return {"grammar": as_ebnf(grammar.spec)} if grammar.kind == "choice" else {grammar.kind: grammar.spec}
+
+
+# The fields of a request that scores its prompt. For such a request, vLLM neither reads its prefix cache nor applies a temperature.
+SCORING_FIELDS = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+
+
+def sampling_params(request: GenerationRequest, *, partial: bool = False) -> Any:
+    """The `vllm.SamplingParams` of a request.
+
+    Args:
+        partial: whether vLLM also returns, after each step, an output with all ids so far.
+    """
+    return _params(sampling_fields(request), partial)
+
+
+def scoring_params() -> Any:
+    """The `vllm.SamplingParams` that score a prompt."""
+    return _params(SCORING_FIELDS)
+
+
+def _params(fields: Mapping[str, Any], partial: bool = False) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    structured = fields.get("structured_outputs")
+    if structured is not None:
+        fields = {**fields, "structured_outputs": StructuredOutputsParams(**structured)}
+    with refusals("these sampling settings"):
+        kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
+        return SamplingParams(**fields, output_kind=kind)
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Inside the context vLLM is given a request. It refuses, for example, a JSON schema with a part that xgrammar would ignore.
+
+    Raises:
+        InputError: vLLM refuses it.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        yield
+    except (VLLMValidationError, ValueError) as error:
+        raise InputError(f"vLLM refuses {what}: {str(error)[:300]}") from error
+
+
+def completion(key: RequestKey, output: RequestOutput, *, filtered: bool) -> Completion:
+    """Convert one output of vLLM to a completion.
+
+    Args:
+        filtered: whether the request has filters that depend on the logits (`Sampling.is_filtered`).
+
+    Raises:
+        ProofError: log-probs or kept ids are missing or damaged.
+        LockstepError: the request ended for a reason other than a stop or the length limit.
+    """
+    (sample,) = output.outputs
+    logprobs = sample.logprobs or []
+    token_ids = list(sample.token_ids)
+    if len(logprobs) != len(token_ids):
+        raise ProofError(
+            "logprobs",
+            f"request {key} has {len(token_ids)} tokens and {len(logprobs)} log-probs",
+            "vLLM was started without log-probs",
+            "keep the engine arguments that Lockstep sets",
+        )
+    if sample.finish_reason not in ("stop", "length"):
+        raise LockstepError(f"request {key} ended with finish reason {sample.finish_reason!r}")
+    return Completion(
+        key=key,
+        prompt_ids=whole_numbers(output.prompt_token_ids or ()),
+        token_ids=whole_numbers(token_ids),
+        # Look the log-prob up by token id, because the first entry is not always the sampled token.
+        logprobs=reals([entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)]),
+        weight_versions=_versions(key, sample.weight_versions, len(token_ids)),
+        finish_reason=cast(FinishReason, sample.finish_reason),
+        kept_ids=reported_kept_ids(
+            key, sample.sampling_mask.token_ids if sample.sampling_mask else None, filtered=filtered
+        ),
+    )
+
+
+def reported_kept_ids(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, filtered: bool) -> KeptIds | None:
+    """The kept ids of an answer of vLLM; None if the answer has none.
+
+    If a request without filters is in the same batch as a request with filters, vLLM puts empty sets into its answer.
+
+    Raises:
+        ProofError: a value is not a token id.
+    """
+    if sets is None or not (filtered or any(sets)):
+        return None
+    try:
+        return kept_ids_from(sets)
+    except BadValues as error:
+        raise ProofError(
+            "kept_ids",
+            f"request {key} has kept ids that are not token ids: {error}",
+            "the engine's answer is damaged",
+            "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
+        ) from error
+
+
+def _versions(key: RequestKey, spans: Any, tokens: int) -> Ids:
+    return versions_of(key, [(int(span.version), span.start, span.end) for span in spans or ()], tokens)
+
+
+def versions_of(key: RequestKey, spans: Sequence[tuple[int, int, int]], tokens: int) -> Ids:
+    """(tokens,) weight version of each token.
+
+    Args:
+        spans: spans of tokens with the same version, in order: the version, the index of the first token, and the index after the
+            last token. They may contain tokens after the end of the completion.
+        tokens: number of tokens of the completion.
+
+    Raises:
+        ProofError: the spans overlap, leave out tokens, or are no spans.
+    """
+    if not spans and not tokens:
+        return whole_numbers(())
+    bounds = [bound for _, *span in spans for bound in span]
+    # Each span begins where the one before has ended.
+    are_joined = bounds[:1] == [0] and all(start == end for end, start in zip(bounds[1::2], bounds[2::2], strict=False))
+    if not (
+        are_joined and all(type(bound) is int for bound in bounds) and bounds == sorted(bounds) and bounds[-1] >= tokens
+    ):
+        raise ProofError(
+            "version",
+            f"request {key}: the weight versions of its {tokens} tokens come as the spans {bounds!s:.80}, which do not cover each "
+            "token once",
+            "the engine's answer is damaged",
+            "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
+        )
+    ends = np.minimum(bounds[1::2], tokens)
+    versions = np.array([version for version, _, _ in spans], dtype=np.int64)
+    return whole_numbers(np.repeat(versions, np.diff(ends, prepend=0)))
+
+
+def prompt_logprobs(output: RequestOutput) -> tuple[float, ...]:
+    """Log-prob of every prompt id except the first, which has none."""
+    ids = output.prompt_token_ids or []
+    entries = output.prompt_logprobs or []
+    return tuple(entry[token].logprob for entry, token in zip(entries[1:], ids[1:], strict=False) if entry)
+
+
+_NUMBERS = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "min_tokens",
+)  # fmt: skip
+_OPTIONAL = ("logit_bias", "allowed_token_ids", "structured_outputs", "extra_args")
+
+
+def check_sent(request: GenerationRequest, sent: Mapping[str, Any]) -> None:
+    """Compare the settings that are sent with the settings of the request.
+
+    Args:
+        sent: vLLM's sampling parameters by name.
+
+    Raises:
+        ProofError: a setting differs.
+    """
+    sampling = request.sampling
+    expected = {name: getattr(sampling, name) for name in _NUMBERS} | {"n": 1, "seed": request.seed}
+    found = {name: sent.get(name) for name in expected}
+    expected |= {"stop": list(sampling.stop), "logit_bias": dict(sampling.logit_bias)}
+    expected |= {"allowed_token_ids": list(sampling.allowed_token_ids or ()), "grammar": sampling.grammar is not None}
+    expected |= {"skip_special_tokens": not sampling.stop}
+    expected |= {"bad_words": [list(word) for word in sampling.bad_words]}
+    found |= {"stop": list(sent.get("stop") or ()), "logit_bias": dict(sent.get("logit_bias") or {})}
+    found |= {"allowed_token_ids": list(sent.get("allowed_token_ids") or ())}
+    found |= {"skip_special_tokens": sent.get("skip_special_tokens", True)}
+    found |= {"grammar": sent.get("structured_outputs") is not None}
+    found |= {"bad_words": [list(word) for word in (sent.get("extra_args") or {}).get(BAD_WORDS, ())]}
+    wrong = [name for name, value in expected.items() if found[name] != value]
+    if wrong:
+        name = wrong[0]
+        raise ProofError(
+            "settings",
+            f"request {request.key} goes to vLLM with {name}={found[name]!r:.80} instead of {expected[name]!r:.80}",
+            "the conversion to vLLM's parameters lost or changed the setting, or vLLM itself changed it",
+            "install the version of vLLM that Lockstep is tested with; otherwise this is a defect of Lockstep: report it",
+        )
+
+
+def fields_of(params: Any) -> dict[str, Any]:
+    """The fields of a `vllm.SamplingParams` that `check_sent` reads."""
+    return {name: getattr(params, name) for name in (*_NUMBERS, *_OPTIONAL, "n", "seed", "stop", "skip_special_tokens")}

@@ -1,1 +1,0 @@
-"""The engine's end of a push into vLLM: what runs inside its workers."""

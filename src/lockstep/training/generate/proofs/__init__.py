@@ -1,1 +1,0 @@
-"""The proofs on an engine and on every generation: what was sampled, from which rows, and with which rewards."""
