@@ -160,11 +160,11 @@ test-release: dev
 
 # The suite, or a part of it, with the pretend GPU on (docs/internals/pretend-gpu.md). By hand, before a release.
 test-cuda: dev
-	@PYTHONPATH=tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTEST) -p pretend_cuda.plugin -n 2 -m "not release" $(ARGS)
+	@PYTHONPATH=$(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTEST) -p pretend_cuda.plugin -n 2 -m "not release" $(ARGS)
 
 # The tests with vLLM, or a part of them, with vLLM's CUDA path on the pretend GPU (docs/internals/engines.md). By hand, before a release.
 test-cuda-vllm: dev
-	@PYTHONPATH=tests/pretend_cuda/vllm/site:tests$(if $(PYTHONPATH),:$(PYTHONPATH)) PRETEND_GIB=4 $(PYTEST) -p pretend_cuda.vllm.plugin -n 2 -m "vllm and not release" $(ARGS)
+	@PYTHONPATH=$(CURDIR)/tests/pretend_cuda/vllm/site:$(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH)) PRETEND_GIB=4 PRETEND_DEVICES=2 $(PYTEST) -p pretend_cuda.vllm.plugin -n 2 -m "vllm and not release" $(ARGS)
 
 # Reads what Lockstep relies on from another release of vLLM, into tests/vllm_facts_VERSION.json: make vllm-facts VERSION=0.33.0
 vllm-facts: dev

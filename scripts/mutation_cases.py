@@ -187,7 +187,7 @@ MUTATIONS = [
     ),
     Mutation(
         "any file of the packaged model's name is taken",
-        "if hashlib.sha256(content).hexdigest() != _DIGEST:",
+        "if hashlib.sha256(content).hexdigest() != DIGEST:",
         "if False:",
         "tests/cli/test_install.py::test_another_file_of_the_same_name_is_refused",
     ),
@@ -1252,8 +1252,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a run on a CPU notes the GPU beside it",
-        "if torch.cuda.is_available() and not use_cpu:",
-        "if torch.cuda.is_available():",
+        "if torch.cuda.is_available() and not use_cpu:\n        return torch.cuda.get_device_name()",
+        "if torch.cuda.is_available():\n        return torch.cuda.get_device_name()",
         "tests/training/test_device.py::test_another_device_is_no_other_setting_and_the_receipt_notes_it",
     ),
     Mutation(
@@ -1601,8 +1601,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the engine's new scores are not compared",
-        '        check_gap(\n            self._pools["asked_again"]',
-        '        (lambda *a: None)(\n            self._pools["asked_again"]',
+        '        check_gap(\n            self.pools["asked_again"]',
+        '        (lambda *a: None)(\n            self.pools["asked_again"]',
         SCORED_AGAIN,
     ),
     Mutation("no completion is compared ahead", "            if not drawn:", "            if True:", COMPARED_AHEAD),
@@ -2024,8 +2024,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the receipt says that a generation judged twice was judged the second time",
-        "            if not again:\n                self._judged",
-        "            if True:\n                self._judged",
+        "            if not again:\n                self.judged_now",
+        "            if True:\n                self.judged_now",
         "tests/parity/test_decomposition.py",
     ),
     Mutation(
@@ -2236,6 +2236,12 @@ MUTATIONS = [
         'not in (None, "external_launcher", ',
         WORKER_START,
         within="number_of_workers",
+    ),
+    Mutation(
+        "an environment whose plugin stands elsewhere",
+        "if entry.load() is register:",
+        "if entry.load():",
+        WORKER_START,
     ),
     Mutation("more workers than GPUs", "< tensor * stages:", "< 0:", WORKER_START),
     Mutation("vLLM's model in one of several trainer processes", "if workers == 1:", "if workers == 0:", WORKER_START),
@@ -3389,7 +3395,7 @@ MUTATIONS = [
     ),
     Mutation(
         "short packs recompute every layer",
-        "    if room.takes(_KEPT_BYTES[kind] * positions):",
+        "    if room.takes(KEPT_BYTES[kind] * positions):",
         "    if False:",
         "tests/training/test_recomputation.py",
     ),
@@ -3428,6 +3434,18 @@ MUTATIONS = [
         "or errors > 0 or alarms, sum(",
         "or alarms, sum(",
         "tests/faults/test_injected_faults.py::test_an_error_fails_the_self_test_and_is_told_in_the_table",
+    ),
+    Mutation(
+        "self-test: in a run, a fault is taken back before the tokens are not counted any more",
+        "    with stage.counted_tokens() as counted, injection:\n        try:",
+        "    with injection, stage.counted_tokens() as counted:\n        try:",
+        "tests/faults/test_faults_in_runs.py::test_a_fault_that_raises_in_a_run_is_a_row_and_leaves_nothing_behind",
+    ),
+    Mutation(
+        "self-test: on a GPU, faults of adapters meet an engine in half precision",
+        '        config.engine_dtype = "bfloat16"\n',
+        "",
+        "tests/verify/test_verify_command.py::test_on_a_gpu_faults_of_adapters_meet_an_engine_in_half_precision",
     ),
     Mutation(
         "self-test: a proof that stops a run before the fault begins has not caught it",
@@ -3880,5 +3898,35 @@ MUTATIONS = [
         'names = ["" if key is None else name for',
         'names = ["" for',
         f"{KEYED}::test_memory_that_was_written_to_is_digested_again_within_a_push",
+    ),
+    Mutation(
+        "a failed proof names the page that explains it",
+        'f"  explained in: {PROOFS_PAGE}, row {check}"',
+        'f"  explained in: the docs, row {check}"',
+        "tests/docs/test_reference_pages.py::test_the_message_of_a_proof_ends_with_the_page_that_explains_it",
+    ),
+    Mutation(
+        "events: the hooks are compared before the sums of a step leave their rank",
+        "            self._watch.summing()\n            return self._sums.data()",
+        "            return self._sums.data()",
+        "tests/training/test_events.py",
+    ),
+    Mutation(
+        "events: what was left aside is told",
+        "        watch.aside(still)\n",
+        "",
+        "tests/training/test_events.py",
+    ),
+    Mutation(
+        "events: nothing is pushed before the watch has heard of it",
+        "        self.watch.pushing(version)\n",
+        "",
+        "tests/training/test_events.py",
+    ),
+    Mutation(
+        "the engine of a run on the CPU takes the GPU",
+        "if torch.cuda.is_available() and not use_cpu:\n            self.model.to",
+        "if torch.cuda.is_available():\n            self.model.to",
+        "tests/engines/test_transformers_engine.py::test_the_engine_of_a_run_on_the_cpu_leaves_a_gpu_to_others",
     ),
 ]

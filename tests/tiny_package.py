@@ -16,10 +16,10 @@ _SIZE, _INNER, _LAYERS = 32, 64, 2
 
 def save_package(site: Path) -> None:
     """Write the package into a folder that is to stand in `sys.path`."""
-    about = site / f"{packaged._MODULE}-{packaged._VERSION}.dist-info"
+    about = site / f"{packaged.MODULE}-{packaged.VERSION}.dist-info"
     about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {packaged._PACKAGE}\nVersion: {packaged._VERSION}\n")
-    package = site / packaged._MODULE
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {packaged.PACKAGE}\nVersion: {packaged.VERSION}\n")
+    package = site / packaged.MODULE
     package.mkdir()
     (package / "__init__.py").touch()
     _write_model(package / packaged._GGUF)

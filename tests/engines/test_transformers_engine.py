@@ -14,6 +14,7 @@ from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines import transformers_engine
 from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.run.engine import start_here
 from lockstep.tokens.tokenizer import load_tokenizer
 
 
@@ -22,6 +23,18 @@ def test_an_engine_that_was_closed_can_be_closed_again(untied_dir: str) -> None:
     engine.close()
     engine.close()
     assert engine.version is None
+
+
+def test_the_engine_of_a_run_on_the_cpu_leaves_a_gpu_to_others(
+    untied_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    own = {"dtype": torch.float32, "max_model_len": CONTEXT}
+    engine = start_here(untied_dir, load_tokenizer(untied_dir), use_vllm=False, vllm_arguments={}, use_cpu=True, **own)
+    assert isinstance(engine, TransformersEngine)
+    assert engine.model.device.type == "cpu"
+    with pytest.raises((AssertionError, RuntimeError)):
+        start_here(untied_dir, load_tokenizer(untied_dir), use_vllm=False, vllm_arguments={}, **own)
 
 
 def test_scores_hold_the_logits_of_a_few_rows_at_a_time(untied_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import time
 import tomllib
 from contextlib import ExitStack
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,9 +236,13 @@ def test_triton_rounds_no_float32_of_an_engine_in_this_process(
 def test_an_environment_in_which_vllm_would_not_find_the_plugin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = project["entry-points"]["vllm.general_plugins"]["lockstep"]
-    for value in (declared, "lockstep.elsewhere:register"):
-        monkeypatch.setattr(start, "entry_points", lambda group, value=value: [SimpleNamespace(value=value)])
-        if value == declared:
+    found: list[EntryPoint] = []
+    monkeypatch.setattr(start, "entry_points", lambda **_: found)
+    for other in ("lockstep.nowhere:register", "lockstep.engines.vllm.plugin:other", "lockstep.threads:CallLoop"):
+        with pytest.raises(InputError, match=r"install Lockstep again \(pip install"):
             start.check_plugin()
-    with pytest.raises(InputError, match=r"install Lockstep again \(pip install"):
+        found[:] = [EntryPoint("lockstep", other, "vllm.general_plugins")]
+    with pytest.raises(InputError):
         start.check_plugin()
+    found.append(EntryPoint("lockstep", declared, "vllm.general_plugins"))
+    start.check_plugin()

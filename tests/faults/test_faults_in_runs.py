@@ -52,14 +52,17 @@ def test_the_proofs_of_these_runs_catch_what_only_they_see(way: Way, untied_dir:
 def test_a_fault_that_raises_in_a_run_is_a_row_and_leaves_nothing_behind(
     way: Way, untied_dir: str, tmp_path: Path
 ) -> None:
-    def open_with(changes: Mapping[str, int | float]) -> AbstractContextManager[Stage]:
-        return stage_on(untied_dir, tmp_path, use_vllm=False, bf16=False, **changes)
+    @contextmanager
+    def open_with(changes: Mapping[str, int | float]) -> Iterator[Stage]:
+        with stage_on(untied_dir, tmp_path, use_vllm=False, bf16=False, **changes) as stage:
+            yield stage
+            assert "serve" not in vars(stage.engine)
 
     @contextmanager
     def leaves_gaps(stage: Stage) -> Iterator[None]:
         """Gaps of too few tokens to be judged, which a later run would be judged by."""
-        for pool in (stage.trainer.proofs.pool, *stage.trainer.proofs._ahead._pools.values()):
-            pool._gap = GapStats(tokens=250, sum_abs=250.0)
+        for pool in (stage.trainer.proofs.pool, *stage.trainer.proofs.ahead.pools.values()):
+            pool.waiting = GapStats(tokens=250, sum_abs=250.0)
         yield
 
     def raises(*anything: object) -> Any:

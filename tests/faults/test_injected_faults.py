@@ -217,6 +217,7 @@ def test_an_injection_leaves_nothing_behind(stage: Stage, self_test: SelfTest) -
     assert self_test.control.caught_by == "", self_test.control.message
     recover(stage)
     assert all(torch.equal(p, self_test.before[n]) for n, p in stage.model.named_parameters())
+    assert "serve" not in vars(stage.engine)
     assert stage.step() > 0
     # The proofs have no reason to stop a step after the last fault either.
     again, _ = run_self_test(stage, lambda name: None, (NO_FAULT,))

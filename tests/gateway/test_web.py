@@ -372,7 +372,7 @@ class TestConnections:
     def test_a_body_that_does_not_come_is_refused(
         self, gateway: Gateway, key: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("lockstep.gateway.web._BODY_LIMIT", 0.2)
+        monkeypatch.setattr("lockstep.gateway.web.BODY_LIMIT", 0.2)
         with socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT) as connection:
             head = f"POST /rollouts/{key}/v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
             connection.sendall(head.encode())

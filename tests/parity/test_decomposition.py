@@ -156,7 +156,7 @@ def test_a_generation_that_is_judged_twice_is_pooled_once_and_keeps_what_was_com
         proofs.check_gap(gap, sets, 24, [], 1)
         proofs.check_gap(gap, KeptSetStats(), 24, [], 1)
         assert proofs.pool.waiting.tokens == 24
-        assert proofs._judged.figures() == {}
+        assert proofs.judged_now.figures() == {}
         assert proofs.kept_sets == sets
         proofs.check_gap(gap, KeptSetStats(), 24, [], 2)
         assert proofs.pool.waiting.tokens == 48
@@ -165,13 +165,13 @@ def test_a_generation_that_is_judged_twice_is_pooled_once_and_keeps_what_was_com
         many = GapStats(240, 12.0, 0.4, 2.0, "b#0")
         for _ in range(2):
             proofs.check_gap(many, KeptSetStats(), 240, [], 3)
-            judged = proofs._judged.figures()
+            judged = proofs.judged_now.figures()
             assert judged == proofs.judged
             assert (judged["tokens"], judged["mean_abs_gap"]) == (288, pytest.approx(12.2 / 288))
             assert judged["mean_allowed"] == pytest.approx(half.mean + 0.4 / 288)
         # The next few tokens wait again; what was judged last is still shown.
         proofs.check_gap(gap, KeptSetStats(), 24, [], 4)
-        assert proofs._judged.figures() == {}
+        assert proofs.judged_now.figures() == {}
         assert proofs.judged["tokens"] == 288
 
 

@@ -131,7 +131,11 @@ def _memory(extension: Any, memory: int) -> dict[str, Any]:
         "max_memory_reserved": most,
         "reset_peak_memory_stats": forget,
         "reset_max_memory_allocated": forget,
-        "memory_stats": lambda device=None: {"num_alloc_retries": 0, "allocated_bytes.all.current": now()},
+        "memory_stats": lambda device=None: {
+            "num_alloc_retries": 0,
+            "allocated_bytes.all.current": now(),
+            "allocated_bytes.all.peak": most(),
+        },
         "empty_cache": lambda: None,
         "ipc_collect": lambda: None,
     }

@@ -188,7 +188,7 @@ def test_a_call_without_the_trainers_proof_is_answered_401(port: Port) -> None:
     port.program = guard
     port.calls.call("GET", "/weight_info")
     nonce, call, mark, proof = port.seen[-1].headers["authorization"].split()[1].split(".")
-    session = Session("a-key-of-somebody-else", make_nonce(), guard._nonce)
+    session = Session("a-key-of-somebody-else", make_nonce(), guard.nonce)
     for words in (
         session.authorization("GET", "/weight_info", [], b"")[1],
         f"Lockstep {nonce}.{int(call) + 1}.{mark}.{proof}",
@@ -209,7 +209,7 @@ def test_a_call_that_somebody_has_read_can_neither_be_sent_again_nor_made_anothe
     guard = guarded()
     port.program = guard
     port.calls.call("POST", "/update_weights", {"weights": 1}, mode="keep", clear="false")
-    session = port.calls._session
+    session = port.calls.session
     assert session is not None
     assert port.seen[-1].content == b'{"weights":1}'
     # Read on the way, and sent again: the same, or another call, body or query.

@@ -108,7 +108,7 @@ def test_requests_wait_while_an_update_is_open_and_are_not_answered_by_half_of_i
     answers: dict[RequestKey, Completion] = {}
     worker = begin(server, lambda: answers.update(engine.generate(asked)))
     engine.begin_update()
-    engine._pauses.wait()
+    engine.pauses.wait()
     # The loop that answers this call also computes tokens, so that an unpaused server would sample tokens between two calls.
     turns = [(engine.servers.all[0].workers("lockstep_state"), server.sampled_tokens())[1] for _ in range(20)]
     assert turns[0] == turns[-1]

@@ -148,7 +148,7 @@ def test_the_probe_names_the_server_whose_weights_are_old(pair: Pair) -> None:
     push_weights(moved, only, 1)
     only.close()
     probe = ModuleProbe(first, pair.engine, torch.float32)
-    answers = pair.engine.probe(list(probe._modules.probed), 5, every=True)
+    answers = pair.engine.probe(list(probe.modules.probed), 5, every=True)
     assert {name.rpartition("/")[0] for name in answers} == {server.url for server in pair.servers}
     with pytest.raises(ProofError, match="module_probe") as failed:
         check_probe(probe.measure(5, every=True), 1)

@@ -91,7 +91,7 @@ def test_between_forward_and_backward_a_layer_has_no_memory(passes: Passes) -> N
 
 def test_what_deepspeed_holds_is_what_the_optimizer_changes(passes: Passes) -> None:
     model, shards = sharded_model(passes)
-    for name, weight in shards.weights._named.items():  # type: ignore[attr-defined]
+    for name, weight in shards.weights.named.items():  # type: ignore[attr-defined]
         own, theirs = model.get_parameter(name).to_local(), deepspeed_parts.part_of(weight.source)  # type: ignore[operator]
         assert own.data_ptr() == theirs.data_ptr(), name
         assert own.numel() == theirs.numel(), name

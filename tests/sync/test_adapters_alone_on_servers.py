@@ -143,7 +143,7 @@ def test_a_request_that_was_given_up_does_not_end_the_server_when_its_adapter_is
         while server.sampled_tokens() < before + 5:
             assert time.monotonic() < deadline
         # As if the server had not noticed yet that nobody waits for the answers.
-        engine.adapters._running.clear()
+        engine.adapters.running.clear()
         pushing.push(1)
         assert len(engine.adapters.held()[0]) == 1
         running.give_up()

@@ -320,7 +320,7 @@ def test_a_wrong_comparison_is_found_by_the_live_model(
     receiver.wire_dtype, receiver.keeps = None, False
     push_weights(model, receiver, 2)
     before = Update(PlainSource(model)).manifest(2)
-    monkeypatch.setattr(Update, "_is_same", lambda self, spec: True)
+    monkeypatch.setattr(Update, "is_same", lambda self, spec: True)
     monkeypatch.setattr(Update, "manifest", lambda self, version: replace(before, version=version))
     with pytest.raises(ProofError, match="not those of the live model"):
         push_weights(moved(model), receiver, 3)

@@ -40,7 +40,8 @@ def parts(engine: VLLMInProcess) -> tuple[Any, Any]:
 
 def product(layer: Any, inputs: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        return layer.quant_method.apply(layer, inputs)[:, : layer.org_vocab_size]
+        outputs = layer.quant_method.apply(layer, inputs.to(layer.weight.device))
+    return outputs[:, : layer.org_vocab_size].cpu()
 
 
 def proven(model: PreTrainedModel, engine: VLLMInProcess, version: int) -> None:

@@ -191,7 +191,7 @@ def test_a_worker_that_wakes_up_in_another_push_is_not_counted_in_it(pair: Pair)
     pair.slots.begin_push()
     pair.fill(0)
     assert list(worker) == []
-    assert pair.slots._counters[2:].tolist()[:WORKERS] == [0, 0]
+    assert pair.slots.counters[2:].tolist()[:WORKERS] == [0, 0]
 
 
 def test_a_chunk_that_was_given_up_is_not_read(pair: Pair) -> None:

@@ -111,10 +111,10 @@ def over_groups(name: str, limit: float = 20.0) -> GlooTransport:
 class OneBuffer(CudaIPCTransport):
     """The buffer is memory of this process. `tests/pretend_cuda/ipc.py` has two processes, and handles."""
 
-    def _shared_buffer(self, size: int, servers: int) -> tuple[torch.Tensor | None, list[dict[str, Any]]]:
+    def shared_buffer(self, size: int, servers: int) -> tuple[torch.Tensor | None, list[dict[str, Any]]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_ipc, "exported", lambda buffer: [])
-            found = super()._shared_buffer(size, servers)
+            found = super().shared_buffer(size, servers)
         cuda_ipc.mapped = lambda handle, device: self.buffer  # type: ignore[assignment]
         return found
 

@@ -98,7 +98,7 @@ def shapes(draw: st.DrawFn, sizes: tuple[int, ...] = (2, 4, 8), *, trees: bool =
 @contextlib.contextmanager
 def everything_kept() -> Iterator[None]:
     """Without selective recomputation: forwards keep everything for the backward."""
-    with mock.patch.object(recomputation, "_outermost", return_value=()):
+    with mock.patch.object(recomputation, "outermost", return_value=()):
         yield
 
 

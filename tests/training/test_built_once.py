@@ -169,7 +169,7 @@ def test_what_vllm_cannot_use_is_one_sentence_before_the_model_is_loaded(tmp_pat
         assert says in said
         assert "\n" not in said
     # What could fit, fits here: the model's files are what is missing then.
-    for given in ({"max_num_batched_tokens": 64}, {"long_prefill_token_threshold": 200}, {"compilation_config": 0}):
+    for given in ({"max_num_batched_tokens": 256}, {"long_prefill_token_threshold": 200}, {"compilation_config": 0}):
         assert "vllm_engine_kwargs" not in started(**given)
     assert not {"LOCAL_WORLD_SIZE", "LD_PRELOAD"} & (os.environ.keys() - before.keys())
 

@@ -57,10 +57,10 @@ def test_one_variant_too_many_is_an_error_and_never_computes_all_scores(monkeypa
 
     # tests/conftest.py switches compilation off.
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
-    monkeypatch.setattr(flex_attention, "_MOST_VARIANTS", 2)
+    monkeypatch.setattr(flex_attention, "MOST_VARIANTS", 2)
     parts = [torch.randn(1, heads, 16, 8) for heads in (1, 2, 3)]
     with torch._dynamo.config.patch(disable=False):
-        attend = flex_attention._never_plain(torch.compile(of_torch.flex_attention, backend=backend))
+        attend = flex_attention.never_plain(torch.compile(of_torch.flex_attention, backend=backend))
         for part in parts[:2]:
             attend(part, part, part)
         assert len(compiled) == 2
@@ -176,7 +176,7 @@ def test_under_autocast_it_attends_in_autocasts_dtype() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_right_kernel_is_far_within_the_proofs_limit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(flex_attention._LIMITS, dtype, flex_attention._LIMITS[dtype] / 2)
+    monkeypatch.setitem(flex_attention.LIMITS, dtype, flex_attention.LIMITS[dtype] / 2)
     flex_attention.prove_flex_attention((6, 2), 64, CPU, dtype)
 
 

@@ -34,13 +34,13 @@ SIXTEEN: dict[str, Any] = {
 }
 
 
-TOGETHER = generation._TOGETHER
+TOGETHER = generation.TOGETHER
 
 
 @pytest.fixture(autouse=True)
 def every_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of every generation is drawn, in place of a larger part of some."""
-    monkeypatch.setattr(generation, "_TOGETHER", 128)
+    monkeypatch.setattr(generation, "TOGETHER", 128)
 
 
 def sixteen(folder: str, output: Path, engine: Engine, **fields: Any) -> Any:
@@ -150,7 +150,7 @@ def test_verified_tokens_stand_for_those_left_aside_in_means(
 def test_where_nothing_is_drawn_nothing_is_bet_on_and_all_that_is_learned_from_is_compared(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "_TOGETHER", 256)
+    monkeypatch.setattr(generation, "TOGETHER", 256)
     run = sixteen(untied_dir, tmp_path, hf_engine, max_steps=4)
     run.train()
     lines = [line for line in read_receipt(tmp_path / RECEIPT) if line["kind"] == "step"]
@@ -183,7 +183,7 @@ def test_each_rollout_is_drawn_equally_often_whatever_was_sampled(
     groups: int, size: int, tokens: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One in eight, or more where a generation has few tokens; all those of a block of generations in one of them."""
-    monkeypatch.setattr(generation, "_TOGETHER", TOGETHER)
+    monkeypatch.setattr(generation, "TOGETHER", TOGETHER)
     drawn = [drawn_rollouts(groups, size, tokens, 3, number) for number in range(512)]
     assert drawn == [drawn_rollouts(groups, size, tokens, 3, number) for number in range(512)]
     blocks = [tuple(any(own) for own in drawn[start : start + block]) for start in range(0, 512, block)]

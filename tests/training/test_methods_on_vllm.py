@@ -49,7 +49,7 @@ class Snapshots(TrainerCallback):
         self.taken: list[dict[str, torch.Tensor]] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.taken.append({name: tensor.detach().clone() for name, tensor in weights_of(model)})
+        self.taken.append({name: tensor.detach().cpu().clone() for name, tensor in weights_of(model)})
 
 
 def changed(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> set[str]:

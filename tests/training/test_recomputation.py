@@ -93,12 +93,12 @@ def bytes_of(model: torch.nn.Module) -> int:
 
 def layer_bytes(pack: Pack) -> float:
     """What a layer keeps of this pack if it keeps everything, as it was measured."""
-    return max(recomputation._KEPT_BYTES.values(), default=0) * pack.input_ids.numel()
+    return max(recomputation.KEPT_BYTES.values(), default=0) * pack.input_ids.numel()
 
 
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch recomputation off: forwards keep everything."""
-    monkeypatch.setattr(recomputation, "_outermost", lambda model: iter(()))
+    monkeypatch.setattr(recomputation, "outermost", lambda model: iter(()))
 
 
 def prepared(build: Build, monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, Pack]:
@@ -114,7 +114,7 @@ def prepared(build: Build, monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedM
 @pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16 autocast"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_gradients_are_the_same_to_the_bit(kind: str, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recomputation, "_KEPT_BYTES", {})
+    monkeypatch.setattr(recomputation, "KEPT_BYTES", {})
     model, pack = prepared(MODELS[kind], monkeypatch)
     results = []
     # The forwards recompute no layer (their memory is measured in this dtype), every layer, some layers, and none.
@@ -201,7 +201,7 @@ def recomputed_layers(model: PreTrainedModel, pack: Pack) -> int:
 
 
 def test_what_a_layer_keeps_is_measured_per_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recomputation, "_KEPT_BYTES", {})
+    monkeypatch.setattr(recomputation, "KEPT_BYTES", {})
     models = [make_model("llama", num_hidden_layers=layers).train() for layers in (2, 3)]
     for model in models:
         adopt_tree_attention(model)
@@ -216,7 +216,7 @@ def test_what_a_layer_keeps_is_measured_per_position(monkeypatch: pytest.MonkeyP
 def test_layers_keep_everything_as_long_as_it_takes_no_more_memory_than_the_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recomputation, "_KEPT_BYTES", {})
+    monkeypatch.setattr(recomputation, "KEPT_BYTES", {})
     model = make_model("llama", num_hidden_layers=5).train()
     adopt_tree_attention(model)
     pack = pack_for(model)

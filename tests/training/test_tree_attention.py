@@ -90,7 +90,7 @@ def test_what_other_devices_compute_is_the_same(ends: torch.Tensor, whole: bool)
     tree = TreeAttention(plan, tuple(block_attention._masks(plan, ends.numpy(), torch.float64, whole=whole)))
 
     def attend(layer: Layer, *own: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return block_attention._Recomputed.apply(*own, tree, 0.3, None).transpose(1, 2), None
+        return block_attention.Recomputed.apply(*own, tree, 0.3, None).transpose(1, 2), None
 
     for one, other in zip(with_gradients(attend, *parts), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
@@ -107,10 +107,10 @@ def by_paths(ends: torch.Tensor) -> Any:
 def paths_of(launch: float, room: int = 4) -> Iterator[None]:
     """A kernel's start takes `launch` microseconds where paths are computed, and very long where blocks are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(path_plan, "_OF_CALL", launch / path_plan.LAUNCH)
+        patch.setattr(path_plan, "OF_CALL", launch / path_plan.LAUNCH)
         patch.setattr(path_plan, "_OF_BLOCK", 1e6)
         patch.setattr(path_plan, "_OF_MASKED", 1e6)
-        patch.setattr(path_plan, "_MOST_COLUMNS", room)
+        patch.setattr(path_plan, "MOST_COLUMNS", room)
         patch.setattr(path_plan, "_USUAL", 1)
         yield
 
@@ -188,7 +188,7 @@ def test_on_other_devices_only_half_precision_leaves_fewer_key_heads_to_the_kern
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     query, key, value, _ = (part.to(dtype) for part in drawn(30))
     one_chain = TreeAttention(plan_attention(np.full(30, 30)), (None,))
-    block_attention._Recomputed.apply(query, key, value, one_chain, 0.3, None)
+    block_attention.Recomputed.apply(query, key, value, one_chain, 0.3, None)
     assert asked == [(shared, key.shape[1] if shared else query.shape[1], None)]
 
 

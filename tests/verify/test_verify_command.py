@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from servers import KEY, free_port
 from tiny import make_model, make_tokenizer, save_model
 from transformers import AutoConfig
 
+import lockstep.verify.stage
 from lockstep.cli.main import main
+from lockstep.cli.verify import VerifyArguments, _adapter_stage
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.verify import self_test
 from lockstep.verify.run import CHECKS
+from lockstep.verify.stage import stage_config
 
 ROWS = [
     "tokenizer guards",
@@ -286,3 +290,25 @@ class TestBadInput:
 
     def test_a_directory_that_is_no_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.refused(["--explain", str(tmp_path)], capsys, "has no receipt.jsonl")
+
+
+def test_on_a_gpu_faults_of_adapters_meet_an_engine_in_half_precision(
+    untied_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, vLLM computes adapters in nothing else. In float32, the self-test would leave all their faults out."""
+    opened: list[Any] = []
+
+    @contextmanager
+    def recorded(name: str, config: Any, *rest: Any, **more: Any) -> Iterator[str]:
+        opened.append(config)
+        yield "a stage"
+
+    config = stage_config(str(tmp_path), bf16=False)
+    assert config.engine_torch_dtype == torch.float32
+    monkeypatch.setattr(lockstep.verify.stage, "open_stage", recorded)
+    for is_gpu, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_gpu=is_gpu: is_gpu)
+        with _adapter_stage(untied_dir, VerifyArguments(), config) as stage:
+            assert stage == "a stage"
+        assert opened.pop().engine_torch_dtype == dtype
+        assert ("bfloat16" in capsys.readouterr().err) == is_gpu

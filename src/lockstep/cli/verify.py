@@ -242,10 +242,16 @@ def _adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterat
         ProofError: the handshake, the first push or the canary fails.
     """
     import peft
+    import torch
 
     from lockstep.verify.stage import open_stage
 
     config.use_vllm, config.vllm_enable_lora = True, True
+    if torch.cuda.is_available() and config.engine_torch_dtype == torch.float32:
+        complain(
+            "lockstep: adapters alone: the engine computes in bfloat16, because vLLM has them in half precision on a GPU"
+        )
+        config.engine_dtype = "bfloat16"
     # With a new adapter's B of zeros, no fault would have an effect.
     adapter = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
     with ExitStack() as opened:

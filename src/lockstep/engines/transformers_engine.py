@@ -77,6 +77,7 @@ class TransformersEngine:
         max_num_seqs: largest number of sequences that are decoded together; None: 64.
         timeout: seconds that one round of requests may take.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.
+        use_cpu: whether the model stays on the CPU where there is a GPU.
     """
 
     wire_dtype = None
@@ -91,6 +92,7 @@ class TransformersEngine:
         max_num_seqs: int | None = None,
         timeout: float = 600.0,
         fp32_head: bool = False,
+        use_cpu: bool = False,
     ) -> None:
         with foreign_errors(f"transformers cannot load {model}", InputError):
             kind = model_class(load_files(AutoConfig, model))
@@ -98,7 +100,7 @@ class TransformersEngine:
         if getattr(self.model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
             # PyTorch's attention cannot cap scores, and transformers would leave the cap out.
             self.model.set_attn_implementation("eager")
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not use_cpu:
             self.model.to("cuda")
         self.model.requires_grad_(False)
         self._fp32_head = fp32_head

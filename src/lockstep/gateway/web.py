@@ -45,7 +45,7 @@ LARGEST_BODY = 32 << 20
 _REMEMBERED = 100_000
 _START_LIMIT = 30.0
 # Seconds that the body of a request may take.
-_BODY_LIMIT = 120.0
+BODY_LIMIT = 120.0
 
 
 class AnsweringRollout(Protocol):
@@ -234,14 +234,14 @@ class Gateway:
 async def _body(request: Request) -> dict[str, Any]:
     parts, size = [], 0
     try:
-        async with asyncio.timeout(_BODY_LIMIT):
+        async with asyncio.timeout(BODY_LIMIT):
             async for part in request.stream():
                 parts.append(part)
                 size += len(part)
                 if size > LARGEST_BODY:
                     raise Refused(413, f"the request has more than {LARGEST_BODY >> 20} MiB", "request_too_large")
     except TimeoutError:
-        raise Refused(408, f"the request takes longer than {_BODY_LIMIT:.0f} s", "request_timeout") from None
+        raise Refused(408, f"the request takes longer than {BODY_LIMIT:.0f} s", "request_timeout") from None
     try:
         body = read_json(b"".join(parts))
     except ValueError as error:

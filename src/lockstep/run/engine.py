@@ -91,6 +91,7 @@ def start_engine(
                 config.vllm_weight_transport, config.vllm_server_timeout, deltas=config.vllm_weight_deltas
             ),
         },
+        use_cpu=config.use_cpu,
         dtype=config.engine_torch_dtype,
         fp32_head=config.engine_head_dtype != config.engine_torch_dtype,
         max_model_len=max_model_len,
@@ -249,6 +250,7 @@ def start_here(
     *,
     use_vllm: bool | None,
     vllm_arguments: Mapping[str, Any],
+    use_cpu: bool = False,
     **common: Any,
 ) -> Engine:
     """Start an engine in this process.
@@ -256,6 +258,7 @@ def start_here(
     Args:
         use_vllm: True for vLLM, False for transformers, None for vLLM where it is installed.
         vllm_arguments: arguments that only `VLLMInProcess` takes.
+        use_cpu: whether the transformers engine leaves a GPU to others.
         common: arguments that both engines take.
 
     Raises:
@@ -272,7 +275,7 @@ def start_here(
         )
     why = "use_vllm is false" if use_vllm is False else "vLLM is not installed here"
     _logger.info(f"engine: transformers ({why}); the proofs are the same, generation is slower")
-    return TransformersEngine(model_path, tokenizer, **common)
+    return TransformersEngine(model_path, tokenizer, **common, use_cpu=use_cpu)
 
 
 def generations_ahead(engine: Engine, driver: Driver, limit: float) -> GenerationsAhead:

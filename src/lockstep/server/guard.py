@@ -64,7 +64,7 @@ class KeyGuard:
         self._key = guards_key()
         self._digest = _digest(self._key.encode())
         # A restarted server has another nonce, so that every trainer must greet it again.
-        self._nonce = make_nonce()
+        self.nonce = make_nonce()
         self._calls: defaultdict[str, Calls] = defaultdict(Calls)
         self._watch = EngineWatch()
 
@@ -116,7 +116,7 @@ class KeyGuard:
         if not is_nonce(nonce):
             await _answer(send, 401, {"error": f"a greeting needs a nonce of 32 hexadecimal digits ({NONCE_HEADER})"})
         else:
-            await _answer(send, 200, {"nonce": self._nonce, "proof": server_proof(self._key, nonce, self._nonce)})
+            await _answer(send, 200, {"nonce": self.nonce, "proof": server_proof(self._key, nonce, self.nonce)})
 
     def _has_key(self, scope: _Message) -> bool:
         scheme, _, key = _only_header(scope, b"authorization").partition(" ")
@@ -129,7 +129,7 @@ class KeyGuard:
         nonce, call, mark, proof = (words.split(".") + [""] * 4)[:4]
         if scheme != SCHEME or not is_nonce(nonce) or not _NUMBER.fullmatch(call):
             return None
-        session = Session(self._key, nonce, self._nonce)
+        session = Session(self._key, nonce, self.nonce)
         query = parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True)
         is_trainer = session.is_trainer(call, scope["method"], scope["path"], query, mark, proof)
         return (mark, session.proof(call)) if is_trainer and self._calls[nonce].take(int(call)) else None

@@ -9,7 +9,7 @@ Engines and transports read it once.
 
 - A tensor whose digest did not change is left out. It is sent nevertheless if another tensor of the same part of a layer changed:
   engines fuse such tensors (q, k and v become one), and load all parts of a fused tensor or none.
-- To servers over a network (`sync/wire/gloo.py`), only the changed elements of a tensor are sent. For this, the trainer keeps a
+- To servers over a network, only the changed elements of a tensor are sent. For this, the trainer keeps a
   copy of what it has sent (`sync/wire/deltas.py`).
 - Tensors of a GPU that go through main memory are copied there once, and the copies are digested. Tensors that go from GPU to GPU
   are digested there. If the push builds on an earlier one, all digests are computed first, so that the host waits once for them.
@@ -188,7 +188,7 @@ class Update:
 
     def _changed_part(self, names: list[str], specs: list[TensorSpec | Begun]) -> Iterator[Piece]:
         if self._now is not None:
-            if any(name not in self._now or not self._is_same(self._now[name]) for name in names):
+            if any(name not in self._now or not self.is_same(self._now[name]) for name in names):
                 yield from self._described(names, specs)
             else:
                 specs += [self._now[name] for name in names]
@@ -199,7 +199,7 @@ class Update:
         for name, original in tensors:
             tensor = host_copy(original) if self._to_host else original
             (spec,) = begin_specs([(name, tensor)], copied=[original])()
-            if self._is_same(spec):
+            if self.is_same(spec):
                 same.append(spec)
                 continue
             # Read the earlier tensors of this part a second time, because they were not kept in memory.
@@ -225,7 +225,8 @@ class Update:
     def _described(self, names: Iterable[str], specs: list[TensorSpec | Begun]) -> Iterator[Named]:
         return described(self._read(names), specs, to_host=self._to_host)
 
-    def _is_same(self, spec: TensorSpec) -> bool:
+    def is_same(self, spec: TensorSpec) -> bool:
+        """Whether the engine holds a tensor of these bytes."""
         return self._before.get(spec.name) == spec
 
     def _element_changes(self, specs: list[TensorSpec | Begun]) -> Iterator[Piece]:

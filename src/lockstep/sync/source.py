@@ -1,7 +1,7 @@
 """The trainer's weights as a stream of named tensors, plain or merged with an adapter, and the manifest that describes the stream.
 
-The trained model is the source and is only read. `sync/push.py` decides which tensors of the stream are sent, and the module probe
-compares the engine with the same tensors. `weights_of` chooses the source of a model.
+The trained model is the source and is only read. The module probe compares the engine with the same tensors.
+`weights_of` chooses the source of a model.
 
 Merged weights are base + delta, under the base model's names. They are made one at a time in new memory. Merging in place would
 make the base weights drift (W5), and a failure would leave the model merged (H7).

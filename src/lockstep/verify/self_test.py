@@ -222,7 +222,10 @@ _Attempt = Callable[[Stage, Fault, "_Injection"], Verdict]
 
 
 class _Injection:
-    """Injects a fault at most once, and takes it back at the end of its context."""
+    """Injects a fault at most once, and takes it back at the end of its context.
+
+    The context is the innermost one: a fault may take the place of what the contexts around it have changed.
+    """
 
     def __init__(self, stage: Stage, fault: Fault) -> None:
         self._stage, self._fault, self._stack = stage, fault, ExitStack()
@@ -260,7 +263,7 @@ def _verdict(stage: Stage, fault: Fault, attempt: _Attempt, way: str = "") -> Ve
         if reason := fault.needs(stage):
             return replace(verdict, skipped=reason)
         stage.trainer.proofs.forget_evidence()
-        with stage.kept_weights(), injection:
+        with stage.kept_weights():
             found = replace(attempt(stage, fault, injection), way=way)
             return replace(found, unreached=not found.caught_by and not injection.is_reached)
     return _failed(verdict, errors[0], "raised " if injection.has_begun else "not injected: ")
@@ -295,7 +298,7 @@ def _verdict_on(fault: Fault) -> Verdict:
 def _put_to_the_test(stage: Stage, fault: Fault, injection: _Injection) -> Verdict:
     taken, verdict = 0, _verdict_on(fault)
     _restore(stage)
-    with stage.counted_tokens() as counted:
+    with stage.counted_tokens() as counted, injection:
         injection.begin()
         try:
             if fault.learns:
@@ -341,7 +344,7 @@ def _in_a_run(way: Way, stage: Stage, fault: Fault, injection: _Injection) -> Ve
         before, answered = stage.prompt_logps(), counted()
         injection.begin()
 
-    with stage.counted_tokens() as counted:
+    with stage.counted_tokens() as counted, injection:
         try:
             stage.learn(
                 _MOST_STEPS if is_coarse else way.steps,

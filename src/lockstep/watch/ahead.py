@@ -86,7 +86,7 @@ class ProofsAhead:
     _found: dict[str, GapStats] = field(default_factory=dict, init=False)
     _limits: dict[str, Tolerance] = field(default_factory=dict, init=False)
     # With few tokens per generation, only the largest gap is checked at once.
-    _pools: dict[str, PooledGap] = field(default_factory=dict, init=False)
+    pools: dict[str, PooledGap] = field(default_factory=dict, init=False)
     # Tokens of each later generation that were compared so far.
     _compared: dict[int, int] = field(default_factory=dict, init=False)
 
@@ -104,7 +104,7 @@ class ProofsAhead:
 
     def forget_tokens(self) -> None:
         """Forget the tokens that were compared so far."""
-        self._pools = {name: PooledGap() for name in ("asked_again", "sampled_ahead")}
+        self.pools = {name: PooledGap() for name in ("asked_again", "sampled_ahead")}
         self._compared.clear()
 
     def ask(self, completions: Sequence[Completion], version: int, limit: float) -> None:
@@ -143,7 +143,7 @@ class ProofsAhead:
         self._found["asked_again"] = gap
         self._limits |= dict.fromkeys(("canary", "asked_again"), limit)
         check_gap(
-            self._pools["asked_again"].add(gap, limit),
+            self.pools["asked_again"].add(gap, limit),
             limit,
             version,
             "the engine, asked again without its caches, gives completions of this generation other log-probs than the "
@@ -187,7 +187,7 @@ class ProofsAhead:
                 gap = gap + measure_gap(theirs, own, [str(completion.key)], [len(own)])
             self._compared[number] += gap.tokens
             self._found["sampled_ahead"] += gap
-            yield self._pools["sampled_ahead"].add(gap, limit), drawn
+            yield self.pools["sampled_ahead"].add(gap, limit), drawn
 
     def figures(self) -> dict[str, tuple[GapStats, Tolerance]]:
         """What the last generation's proofs have found, by their names, with its limits; empty if there were none."""

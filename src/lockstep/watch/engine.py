@@ -99,10 +99,10 @@ class Proofs:
         self.pool, self._evaluated_pool = PooledGap(), PooledGap()
         self.tail = GapTail(self.limit)
         # Of this generation, and of the last one whose means were judged.
-        self._judged = self._last_judged = JudgedGap(GapStats(), self.limit)
+        self.judged_now = self._last_judged = JudgedGap(GapStats(), self.limit)
         rules = IdRules.of_run(sampling, model, tokenizer)
         self.distribution = rules.distribution
-        self._ahead = ProofsAhead(model, engine, self.distribution, self.precision, config.seed)
+        self.ahead = ProofsAhead(model, engine, self.distribution, self.precision, config.seed)
         self.explained = ExplainedGap(
             model,
             engine,
@@ -153,14 +153,14 @@ class Proofs:
     def distrust(self) -> None:
         """Probe every module after the next push, because the engine was lost and may be another one now."""
         self.pusher.distrust()
-        self._ahead.forget()
+        self.ahead.forget()
 
     def forget_evidence(self) -> None:
         """Forget the tokens of earlier steps and evaluations, so that they do not count in later judgements."""
         self.pool, self._evaluated_pool, self.tail = PooledGap(), PooledGap(), GapTail(self.limit)
         self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
         self._evaluated = DrawEvidence()
-        self._ahead.forget_tokens()
+        self.ahead.forget_tokens()
 
     def start(self, folder: Path, step: int, inputs: Mapping[str, Any]) -> None:
         """Open the receipt, and prove the engine before it samples the first rollout.
@@ -175,7 +175,7 @@ class Proofs:
         folder.mkdir(parents=True, exist_ok=True)
         self._receipt = Receipt(folder / RECEIPT, step)
         self.tail, self.pool = GapTail(self.limit), PooledGap()
-        self._ahead.forget_tokens()
+        self.ahead.forget_tokens()
         self._draws, self._drawn_version, self._judged_version = DrawEvidence(), -1, -1
         for entry in self._receipt.entries:
             if "draws" in entry:
@@ -292,7 +292,7 @@ class Proofs:
     @property
     def canary_is_due(self) -> bool:
         """Whether the engine was asked for the canary and its answer was not checked yet."""
-        return self._ahead.is_due
+        return self.ahead.is_due
 
     def ask_again(self, completions: Sequence[Completion], version: int, limit: float) -> None:
         """Ask the engine to score the canary and drawn completions with the weights that it holds now, while the trainer goes on.
@@ -300,7 +300,7 @@ class Proofs:
         Args:
             limit: seconds that the answer may take, including the requests that the engine works on first.
         """
-        self._ahead.ask(completions, version, limit)
+        self.ahead.ask(completions, version, limit)
 
     def check_asked_again(self, version: int) -> None:
         """Wait for the answer to `ask_again` and check it. Called before the policy changes.
@@ -310,7 +310,7 @@ class Proofs:
             EngineLost: the engine was lost meanwhile.
         """
         with self._clock.phase("verify"):
-            self._ahead.check_answer(version, self.limit)
+            self.ahead.check_answer(version, self.limit)
 
     def check_begun(self, begun: Mapping[int, Sequence[Completion]], version: int) -> None:
         """Check the gap of drawn completions of later generations, while the trainer has the weights that sampled them.
@@ -322,7 +322,7 @@ class Proofs:
             ProofError: the gap is over a limit; the error says where it comes from.
         """
         with self._clock.phase("verify"):
-            for gap, completions in self._ahead.check_begun(begun, version, self.tail.limit):
+            for gap, completions in self.ahead.check_begun(begun, version, self.tail.limit):
                 self._check_limits(gap, completions, version)
 
     def check_answer(self, request: GenerationRequest, answer: Completion) -> None:
@@ -391,8 +391,8 @@ class Proofs:
             judged = pool.add(gap, limit) if pools else gap
             self._check_limits(judged, completions, version)
             if not again:
-                self._judged = JudgedGap(judged, self.tail.limit)
-                self._last_judged = self._judged if judged.tokens else self._last_judged
+                self.judged_now = JudgedGap(judged, self.tail.limit)
+                self._last_judged = self.judged_now if judged.tokens else self._last_judged
             if kept_sets.tokens or not again:
                 self.kept_sets = kept_sets
             kept_sets.check_mean(self.distribution.sampling, self.tail.limit)
@@ -461,8 +461,8 @@ class Proofs:
         pushed = {} if self.pusher.proof is None else self.pusher.proof.push.metrics()
         if self.pusher.quantisation is not None:
             pushed |= self.pusher.quantisation.metrics()
-        judged = self._judged.metrics()
-        return pushed | kept | judged | self._ahead.metrics() | draw_metrics(self._draws, self._drawn)
+        judged = self.judged_now.metrics()
+        return pushed | kept | judged | self.ahead.metrics() | draw_metrics(self._draws, self._drawn)
 
     def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
         """Write the receipt's line of a step whose proofs have passed.
@@ -479,13 +479,13 @@ class Proofs:
             **self._of_staleness(sampled - aside - gap.tokens),
             "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
         }
-        line = step_line(step, version, self.pusher, gap, self.tail.limit, self._judged, self.pool.waiting, more)
+        line = step_line(step, version, self.pusher, gap, self.tail.limit, self.judged_now, self.pool.waiting, more)
         self._receipt.append(line)
         self.tail.passed(gap)
 
     def _of_staleness(self, stale: int) -> dict[str, Any]:
         """The receipt's fields about stale tokens; empty for a run that has none."""
-        found = self._ahead.figures()
+        found = self.ahead.figures()
         return {"stale_tokens": stale, **{name: figures(*of) for name, of in found.items()}} if found else {}
 
 
@@ -506,7 +506,7 @@ class GenerationProofs:
         push: Callable[[int], None],
         limit: float,
     ) -> None:
-        self._proofs, self._recovery, self._ahead = proofs, recovery, ahead
+        self._proofs, self._recovery, self.ahead = proofs, recovery, ahead
         self._push, self._limit = push, limit
 
     def check(
@@ -531,7 +531,7 @@ class GenerationProofs:
             ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
         """
         version = generation.version
-        if self._ahead is not None:
+        if self.ahead is not None:
             if not record:
                 # The gap is checked once per generation, together with the canary. The policy does not change before that.
                 self._proofs.check_draws(draws, version)
@@ -544,14 +544,14 @@ class GenerationProofs:
 
     def _prove_ahead(self, generation: Generation) -> None:
         """The proofs of a run with tokens of older weights, before the policy changes."""
-        assert self._ahead is not None
+        assert self.ahead is not None
         version = generation.version
         if not self._proofs.canary_is_due:
             # The engine was lost after it was asked.
             self._push(version)
             self._proofs.ask_again(generation.completions, version, self._limit)
         self._proofs.check_asked_again(version)
-        begun = {number: [c for r in found for c in r.branches] for number, found in self._ahead.finished().items()}
+        begun = {number: [c for r in found for c in r.branches] for number, found in self.ahead.finished().items()}
         self._proofs.check_begun(begun, version)
 
 

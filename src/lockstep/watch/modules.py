@@ -146,10 +146,10 @@ class ModuleProbe:
         self._engine = engine
         self._dtype = engine_dtype
         self._source = self._weights()
-        self._modules = self._comparable(engine.modules(self._source.names))
-        if not self._modules.probed:
+        self.modules = self._comparable(engine.modules(self._source.names))
+        if not self.modules.probed:
             raise InputError("the engine runs no module under the trained model's names; it cannot be proven")
-        for module in self._modules.probed.values():
+        for module in self.modules.probed.values():
             if module.quantization and (module.quantization not in QUANTIZATIONS or module.kind != "linear"):
                 raise InputError(
                     f"the engine computes {module.name} in 8 bits by {module.quantization}, which cannot be proven yet: linear "
@@ -159,7 +159,7 @@ class ModuleProbe:
     @property
     def quantised_tensors(self) -> tuple[str, ...]:
         """Checkpoint names of the weights that the engine holds in 8 bits."""
-        quantised = (module for module in self._modules.probed.values() if module.quantization)
+        quantised = (module for module in self.modules.probed.values() if module.quantization)
         return tuple(dict.fromkeys(name for module in quantised for name in module.tensors))
 
     @torch.no_grad()
@@ -172,17 +172,17 @@ class ModuleProbe:
         start = time.perf_counter()
         # Made again for every probe and for every push, because the active adapter may have changed.
         self._source = self._weights()
-        names = list(self._modules.probed) if every else self._sample(seed)
+        names = list(self.modules.probed) if every else self._sample(seed)
         answers = self._engine.probe(names, seed, every=every)
         limit, errors, wrong = probe_limit(self._dtype), dict[str, float](), set[str]()
         parts = [
             (
                 name,
                 tensors,
-                [] if found is None else self._compared(self._modules.probed[name], tensors, seed, found, every),
+                [] if found is None else self._compared(self.modules.probed[name], tensors, seed, found, every),
             )
             for name in names
-            for tensors, found in self._parts(self._modules.probed[name], answers[name], seed, every)
+            for tensors, found in self._parts(self.modules.probed[name], answers[name], seed, every)
         ]
         # The trainer's outputs of all modules are read from its device at once.
         own = iter(on_host([tensor for *_, pairs in parts for pair in pairs for tensor in pair.of_trainer]))
@@ -192,10 +192,10 @@ class ModuleProbe:
             if not error <= limit:
                 # Several servers put their URL before the name (`engines/http/vllm_server.py`).
                 wrong.add(name.rpartition("/")[0])
-        codes, recoded = self._compared_codes([name for name in names if self._modules.probed[name].quantization])
-        seconds, probed = time.perf_counter() - start, self._modules.probed
+        codes, recoded = self._compared_codes([name for name in names if self.modules.probed[name].quantization])
+        seconds, probed = time.perf_counter() - start, self.modules.probed
         servers = tuple(sorted(wrong - {""}))
-        unreached = self._modules.unreached
+        unreached = self.modules.unreached
         return ProbeRecord(errors, len(names), len(probed), unreached, limit, seconds, servers, codes, recoded)
 
     def _compared_codes(self, names: list[str]) -> tuple[int, tuple[str, ...]]:
@@ -205,10 +205,10 @@ class ModuleProbe:
 
     def _codes_digest(self, name: str) -> str:
         """The digest that a module in 8 bits must have: that of the codes of its weights, in the order of its outputs."""
-        weights = (self._source.tensor(tensor) for tensor in self._modules.probed[name].tensors)
+        weights = (self._source.tensor(tensor) for tensor in self.modules.probed[name].tensors)
         rows = [
             quantised_rows((weight.T if self._transposed(tensor) else weight).to(self._dtype))
-            for tensor, weight in zip(self._modules.probed[name].tensors, weights, strict=True)
+            for tensor, weight in zip(self.modules.probed[name].tensors, weights, strict=True)
         ]
         return codes_digest(torch.cat([r.codes for r in rows]), torch.cat([r.scales for r in rows]))
 
@@ -219,7 +219,7 @@ class ModuleProbe:
         """Share of the trainer's weights, counted in elements, that a probe reaches."""
         source = self._source
         names = {source.first_name(name) for name in source.names if not name.endswith("bias")}
-        reached = {source.first_name(tensor) for module in self._modules.probed.values() for tensor in module.tensors}
+        reached = {source.first_name(tensor) for module in self.modules.probed.values() for tensor in module.tensors}
         weights = {name: source.shape(name).numel() for name in names}
         return sum(size for name, size in weights.items() if name in reached) / sum(weights.values())
 
@@ -235,7 +235,7 @@ class ModuleProbe:
 
     def _sample(self, seed: int) -> list[str]:
         """Names of all embeddings and heads, and of a sample of the layers and of the vectors."""
-        probed, head = self._modules.probed, self._source.first_name(head_name(self._model))
+        probed, head = self.modules.probed, self._source.first_name(head_name(self._model))
         layers = [
             name
             for name, module in probed.items()

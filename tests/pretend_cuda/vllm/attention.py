@@ -87,9 +87,10 @@ def flash_attn_varlen_func(
         k, v: the cache if there is a `block_table`; otherwise packed like the queries, at `cu_seqlens_k`.
         seqused_k: (sequences,) keys of each sequence. Its queries are those of its last tokens.
         window_size: tokens that a query sees to the left and to the right; −1: all of them.
+        softcap: no score is larger; 0: none is changed.
     """
-    if alibi_slopes is not None or softcap or q_v is not None or dropout_p or cu_seqlens_q is None:
-        raise NotImplementedError("attention with slopes, caps, dropout or without packing")
+    if alibi_slopes is not None or q_v is not None or dropout_p or cu_seqlens_q is None:
+        raise NotImplementedError("attention with slopes, dropout or without packing")
     ends = cu_seqlens_q.tolist()
     starts = [0] if cu_seqlens_k is None else cu_seqlens_k.tolist()
     lengths = seqused_k.tolist() if seqused_k is not None else [b - a for a, b in pairwise(starts)]
@@ -109,6 +110,8 @@ def flash_attn_varlen_func(
         groups = q.shape[1] // keys.shape[1]
         keys, values = (x.float().repeat_interleave(groups, 1, output_size=q.shape[1]) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", q[begin:end].float(), keys) * scale
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
         scores = scores.masked_fill(_hidden(end - begin, seen, causal, window_size, q.device), -torch.inf)
         sums[:, begin:end] = scores.logsumexp(-1)
         out[begin:end] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(out.dtype)

@@ -38,7 +38,7 @@ def patch() -> None:
     torch_utils.get_accelerator_view_from_cpu_tensor = as_cuda
     custom_ops.scaled_fp8_quant = scaled_fp8_quant
     custom_ops.vocab_parallel_embedding = vocab_parallel_embedding
-    # Triton's interpreter gives wrong numbers for these kernels in bfloat16.
+    # vLLM tries these kernels with thousands of rows at its start, which takes minutes if they are interpreted.
     punica.lora_shrink, punica.lora_expand = lora_shrink, lora_expand
 
 

@@ -2,7 +2,7 @@
 
 | stand-in | reference |
 |---|---|
-| FlashAttention over packed keys, a paged cache, a window | the formula in float64 |
+| FlashAttention over packed keys, a paged cache, a window, capped scores | the formula in float64 |
 | the kernel of TRITON_ATTN | vLLM's Triton kernel, interpreted |
 | writes to the cache | vLLM's Triton kernel, interpreted |
 | rotation | the formula in float64, by complex numbers |
@@ -61,7 +61,9 @@ def _attention() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
     return drawn(sum(NEW), HEADS, WIDTH), keys, values, torch.tensor(TABLE, dtype=torch.int32, device=GPU)
 
 
-def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None) -> torch.Tensor:
+def _attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None, cap: float = 0.0
+) -> torch.Tensor:
     """The formula: query by query, key by key."""
     q, k, v = (x.cpu().double() for x in (q, k, v))
     rows, start = [], 0
@@ -72,7 +74,8 @@ def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int 
             first = 0 if window is None else max(0, own - window)
             for head in range(HEADS):
                 keys = torch.stack([k[b, p, head // 2] for b, p in places[first : own + 1]])
-                weights = (keys @ q[start + i, head] / WIDTH**0.5).softmax(0)
+                scores = keys @ q[start + i, head] / WIDTH**0.5
+                weights = (cap * (scores / cap).tanh() if cap else scores).softmax(0)
                 rows.append(weights @ torch.stack([v[b, p, head // 2] for b, p in places[first : own + 1]]))
         start += new
     return torch.stack(rows).reshape(-1, HEADS, WIDTH)
@@ -92,8 +95,10 @@ def attention() -> dict[str, float]:
         given = {"causal": True, "window_size": None if window is None else (window, 0), "block_table": table}
         out = flash_attn_varlen_func(q, k, v, **_lengths(), **given)
         found[name] = apart(out, _attended(q, k, v, window=window))
+    capped = flash_attn_varlen_func(q, k, v, **_lengths(), causal=True, block_table=table, softcap=0.5)
+    found["capped"] = apart(capped, _attended(q, k, v, cap=0.5))
     half = flash_attn_varlen_func(*(x.bfloat16() for x in (q, k, v)), **_lengths(), causal=True, block_table=table)
-    found["bfloat16"] = apart(half, _attended(*(x.bfloat16() for x in (q, k, v)), window=None))
+    found["bfloat16"] = apart(half, _attended(*(x.bfloat16() for x in (q, k, v))))
     # Packed keys, as in a tower of pictures: each query sees the keys of its own picture, also later ones.
     keys, values = k.flatten(0, 1)[: sum(NEW)], v.flatten(0, 1)[: sum(NEW)]
     starts = _lengths()["cu_seqlens_q"]
@@ -115,13 +120,13 @@ def triton_attention() -> dict[str, float]:
 
     q, k, v, table = _attention()
     found = {}
-    for name, window in (("whole", (-1, -1)), ("window", (6, 0))):
+    for name, window, cap in (("whole", (-1, -1), 0), ("window", (6, 0), 0), ("capped", (-1, -1), 0.5)):
         outs = []
         for function in (module.unified_attention, module.pretend_gpu_replaced):
             out = torch.empty_like(q)
             function(
                 q, k, v, out, max_seqlen_q=max(NEW), max_seqlen_k=max(SEEN), softmax_scale=WIDTH**-0.5, causal=True,
-                window_size=window, block_table=table, softcap=0, q_descale=None, k_descale=None, v_descale=None,
+                window_size=window, block_table=table, softcap=cap, q_descale=None, k_descale=None, v_descale=None,
                 **_lengths(),
             )  # fmt: skip
             outs.append(out)
@@ -317,19 +322,26 @@ def experts() -> dict[str, float]:
     probabilities = scores.cpu().double().softmax(-1)
     chosen = probabilities.topk(k)
     wanted_weights = chosen.values / chosen.values.sum(-1, keepdim=True)
+
+    def by_the_formula(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        x, up, down = (tensor.cpu().double() for tensor in (x, up, down))
+        wanted = torch.zeros(11, size, dtype=torch.float64)
+        for row in range(11):
+            for place in range(k):
+                expert = int(chosen.indices[row, place])
+                gate, value = (up[expert] @ x[row]).chunk(2)
+                hidden = torch.nn.functional.silu(gate) * value
+                wanted[row] += wanted_weights[row, place] * (down[expert] @ hidden)
+        return wanted
+
+    half = [tensor.bfloat16() for tensor in (x, up, down)]
     with set_current_vllm_config(VllmConfig()):
-        out = fused_experts(x, up, down, weights, ids)
-    wanted = torch.zeros(11, size, dtype=torch.float64)
-    for row in range(11):
-        for place in range(k):
-            expert = int(chosen.indices[row, place])
-            gate, value = (up[expert].cpu().double() @ x[row].cpu().double()).chunk(2)
-            hidden = torch.nn.functional.silu(gate) * value
-            wanted[row] += wanted_weights[row, place] * (down[expert].cpu().double() @ hidden)
+        out, out_in_half = fused_experts(x, up, down, weights, ids), fused_experts(*half, weights, ids)
     return {
         "ids": int((ids.cpu() != chosen.indices).sum()),
         "weights": apart(weights, wanted_weights),
-        "outputs": apart(out, wanted),
+        "outputs": apart(out, by_the_formula(x, up, down)),
+        "bfloat16": apart(out_in_half, by_the_formula(*half)),
     }
 
 

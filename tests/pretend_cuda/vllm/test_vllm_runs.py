@@ -27,10 +27,10 @@ pytestmark = [*VLLM, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 FP32 = 2e-4
 SECOND, FIRST = "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_model_runner"
 # Largest figure of each stand-in; one without an entry must be 0. Rounding is 2⁻²⁴ a step in float32, and 2⁻⁹ of a result in
-# bfloat16, or twice that where the sum of two is rounded again.
+# bfloat16, or twice that where the sum of two is rounded again; a layer of experts rounds four times.
 LIMITS = {
-    "attention": {"whole": 1e-6, "window": 1e-6, "bfloat16": 4e-3, "packed": 1e-6},
-    "triton_attention": {"whole": 1e-6, "window": 1e-6},
+    "attention": {"whole": 1e-6, "window": 1e-6, "capped": 1e-6, "bfloat16": 4e-3, "packed": 1e-6},
+    "triton_attention": {"whole": 1e-6, "window": 1e-6, "capped": 1e-6},
     "noise": {"noise": 4e-7},
     "rotation": {"halves": 1e-6, "pairs": 1e-6},
     "rotation_on_axes": {"queries": 1e-6, "keys": 1e-6},
@@ -38,7 +38,7 @@ LIMITS = {
     "quantiser": {"codes_rows": 0.01, "codes_whole": 0.01},
     "products": {"codes": 4e-3, "wide": 1e-6},
     "norms": {"view": 1e-6, "sum": 1e-6},
-    "experts": {"weights": 1e-6, "outputs": 1e-5},
+    "experts": {"weights": 1e-6, "outputs": 1e-5, "bfloat16": 16e-3},
 }
 # What shows that a check has looked at something.
 COUNTS = {"cache": "written", "filters": "kept", "noise": "drawn"}

@@ -101,7 +101,7 @@ class ServerAdapters:
         self._used: UsedAdapter | None = None
         self._stamp = ""
         # Requests that have not ended, by adapter.
-        self._running: Counter[str] = Counter()
+        self.running: Counter[str] = Counter()
 
     @property
     def name(self) -> str | None:
@@ -128,13 +128,13 @@ class ServerAdapters:
         with self._lock:
             used = self._used
             if used is not None:
-                self._running[used.name] += 1
+                self.running[used.name] += 1
         try:
             yield used
         finally:
             if used is not None:
                 with self._lock:
-                    self._running[used.name] -= 1
+                    self.running[used.name] -= 1
 
     # ---- base -------------------------------------------------------------------------------------------------------
 
@@ -204,8 +204,8 @@ class ServerAdapters:
         self._engine.close_requests()
         self.use_none()
         with self._lock:
-            kept = {name for name, count in self._running.items() if count > 0}
-            self._running = Counter({name: self._running[name] for name in kept})
+            kept = {name for name, count in self.running.items() if count > 0}
+            self.running = Counter({name: self.running[name] for name in kept})
         own = self._run + _JOIN
         # No request uses the adapters of an earlier session of this run.
         for server_names in self.held():
@@ -311,7 +311,7 @@ class ServerAdapters:
         # The server may be gone already.
         with suppress(LockstepError):
             held = server.workers("lockstep_adapters")[0]["names"]
-            own = [name for name in held if name.startswith(self._run + _JOIN) and not self._running[name]]
+            own = [name for name in held if name.startswith(self._run + _JOIN) and not self.running[name]]
             _unload(server, own)
             server.workers("lockstep_drop_adapters", json.dumps(own))
 

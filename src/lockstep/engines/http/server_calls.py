@@ -88,7 +88,7 @@ class ServerCalls:
         self._recover = recover
         self._key, self._key_now = key, key_now
         # A greeting begins the session. A restart of the server ends it.
-        self._session: Session | None = None
+        self.session: Session | None = None
         self.client = httpx.AsyncClient(
             base_url=self.url,
             # Each call has a new connection. The server might close a kept connection at the moment of a call, and the failed call
@@ -188,15 +188,15 @@ class ServerCalls:
             EngineLost: the server did not answer.
             InputError: the program at the URL could not prove that it has the key. It has received only a nonce.
         """
-        if self._session is not None:
-            return self._session
+        if self.session is not None:
+            return self.session
         session, has_answered = await self._greet(key, limit)
         if session is None and self._has_other_key():
             assert self._key is not None
             session, has_answered = await self._greet(self._key, limit)
         if session is None:
             raise InputError(_why_no_proof(self.url, has_answered=has_answered))
-        self._session = session
+        self.session = session
         return session
 
     def _has_other_key(self) -> bool:
@@ -238,7 +238,7 @@ class ServerCalls:
         """
         if session.is_server(call, answer.headers.get(PROOF_HEADER)):
             return
-        self._session = None
+        self.session = None
         what = (
             "was started again" if answer.status_code == 401 else "sent an answer without a proof that it has the key"
         )

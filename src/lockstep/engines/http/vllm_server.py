@@ -83,7 +83,7 @@ class VLLMServer:
             ]
         )
         self._servers = self.servers.all
-        self._pauses = Pauses(self.servers)
+        self.pauses = Pauses(self.servers)
         self._closed = threading.Event()
         self._version: int | None = None
         self._wire_dtype: torch.dtype | None = None
@@ -243,19 +243,19 @@ class VLLMServer:
         self._version = None
         self.adapters.check_whole_push_allowed()
         self.adapters.use_none()
-        self._pauses.begin()
+        self.pauses.begin()
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]], base: str = "") -> LoadedWeights:
         assert self.transport is not None
         try:
             self.transport.send(tensors, self._servers, base)
         except BaseException as error:
-            self._pauses.wait()
+            self.pauses.wait()
             if isinstance(error, RuntimeError) and not isinstance(error, LockstepError):
                 # gloo and NCCL raise a plain RuntimeError for a peer that is late or gone.
                 raise self._lost(f"the weights did not reach the servers: {str(error)[:300]}") from error
             raise
-        self._pauses.check()
+        self.pauses.check()
         self.servers.each(lambda server: server.call("POST", "/finish_weight_update", {}))
         first, *others = [
             loaded

@@ -201,7 +201,7 @@ class ZeroWeights:
             for name, p in module._parameters.items():
                 if p is not None:
                     places[id(p)].append((module, name))
-        self._named: dict[str, _Weight] = {}
+        self.named: dict[str, _Weight] = {}
         self._groups = []
         for root in (*layers, model):
             # The memory of a parameter that is sharded already may be in use again, so that its old id means nothing.
@@ -210,7 +210,7 @@ class ZeroWeights:
             named = [names[id(p)] for p in own]
             del own
             weights = _shard(found, mesh, device, None if root is model else cast)
-            self._named |= dict(zip(named, weights, strict=True))
+            self.named |= dict(zip(named, weights, strict=True))
             self._groups.append(WeightGroup(weights, mesh.get_group()))
         self._groups.insert(0, self._groups.pop())
         for layer, group in zip(layers, self._groups[1:], strict=True):
@@ -247,11 +247,11 @@ class ZeroWeights:
 
     def whole_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The tensor that a backward adds this parameter's gradient to, before the ranks' parts are summed."""
-        return next((w.whole for w in self._named.values() if w.part is parameter), None)
+        return next((w.whole for w in self.named.values() if w.part is parameter), None)
 
     def odd(self) -> list[str]:
         """Names of parameters that are gathered, here or in DeepSpeed, or that are no longer DeepSpeed's partitions."""
-        return [name for name, weight in self._named.items() if not weight.is_partition()]
+        return [name for name, weight in self.named.items() if not weight.is_partition()]
 
     def _note_backward(self, gradient: torch.Tensor) -> None:
         self._backward_began = True

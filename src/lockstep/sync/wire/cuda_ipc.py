@@ -79,7 +79,7 @@ class CudaIPCTransport(SharedMemoryTransport):
         super().close()
         self.buffer = None
 
-    def _shared_buffer(self, size: int, servers: int) -> tuple[torch.Tensor | None, list[dict[str, Any]]]:
+    def shared_buffer(self, size: int, servers: int) -> tuple[torch.Tensor | None, list[dict[str, Any]]]:
         # A worker of a failed push may still read the buffer, but then its server does not serve what it has read. So the buffer
         # is used again: memory that a killed process had mapped is never given back to the allocator.
         if self.buffer is None or self.buffer.numel() < size:

@@ -122,13 +122,13 @@ class SharedMemoryTransport:
     def close(self) -> None:
         self.forget()
 
-    def _shared_buffer(self, size: int, servers: int) -> tuple[torch.Tensor | None, list[dict[str, Any]]]:
+    def shared_buffer(self, size: int, servers: int) -> tuple[torch.Tensor | None, list[dict[str, Any]]]:
         """The only slot, if it is outside the segment, and what each server must be told to find it."""
         return None, [{} for _ in range(servers)]
 
     def _open_segment(self, largest: int, servers: Sequence[WeightReceiverCalls], pool: Executor) -> TrainerSlots:
         self.forget()
-        workers, (buffer, handles) = worker_ranks(servers, 0)[-1], self._shared_buffer(largest, len(servers))
+        workers, (buffer, handles) = worker_ranks(servers, 0)[-1], self.shared_buffer(largest, len(servers))
         size = segment_bytes(largest if buffer is None else 0, workers)
         path = _FOLDER / f"{_PREFIX}{secrets.token_hex(16)}"
         try:

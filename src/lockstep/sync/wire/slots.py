@@ -60,14 +60,14 @@ class TrainerSlots:
         self, memory: torch.Tensor, slot: int, workers: int, timeout: float, buffer: torch.Tensor | None = None
     ) -> None:
         self.slot, self.workers, self._timeout = slot, workers, timeout
-        self._memory, self._counters = memory if buffer is None else buffer, _counters(memory, workers)
+        self._memory, self.counters = memory if buffer is None else buffer, _counters(memory, workers)
         self._first, self._slots = (_header(workers), SLOTS) if buffer is None else (0, 1)
 
     def begin_push(self) -> int:
         """Begin a push and return its number. The number is random, so no earlier call to a worker had the same one."""
         push = secrets.randbits(62)
-        self._counters[:] = 0
-        self._counters[_PUSH] = push
+        self.counters[:] = 0
+        self.counters[_PUSH] = push
         return push
 
     def offset(self, number: int) -> int:
@@ -100,7 +100,7 @@ class TrainerSlots:
         """Announce that a chunk is in its slot. On a GPU, this waits for the copies of this thread's stream."""
         _finish_copies(self._memory)
         _fence()
-        self._counters[_FILLED] = number + 1
+        self.counters[_FILLED] = number + 1
 
     def check_all_loaded(self, chunks: int) -> None:
         """Check that every worker has loaded all chunks.
@@ -113,11 +113,11 @@ class TrainerSlots:
 
     def give_up(self) -> None:
         """Announce that no more chunks will come."""
-        self._counters[_FILLED] = _GIVEN_UP
+        self.counters[_FILLED] = _GIVEN_UP
 
     def fewest_loaded(self) -> int:
         """How many chunks the slowest worker has loaded."""
-        return int(self._counters[_LOADED : _LOADED + self.workers].min())
+        return int(self.counters[_LOADED : _LOADED + self.workers].min())
 
 
 def worker_chunks(

@@ -69,7 +69,7 @@ def products_kept(model: PreTrainedModel) -> Iterator[None]:
     if not wanted:
         yield
         return
-    before = [(layer, {n: v for n, v in vars(layer).items() if n in _NAMES}) for layer in _outermost(model)]
+    before = [(layer, {n: v for n, v in vars(layer).items() if n in _NAMES}) for layer in outermost(model)]
     room = _Room(WEIGHTS_OF_ROOM * sum(p.numel() * p.element_size() for p in model.parameters()))
     for layer, _ in before:
         vars(layer).update(zip(_NAMES, (True, partial(_run, layer, room)), strict=True))
@@ -82,13 +82,13 @@ def products_kept(model: PreTrainedModel) -> Iterator[None]:
             vars(layer).update(own)
 
 
-def _outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def outermost(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Layers of transformers that are not part of another such layer."""
     for child in module.children():
         if isinstance(child, GradientCheckpointingLayer):
             yield child
         else:
-            yield from _outermost(child)
+            yield from outermost(child)
 
 
 # Layers that change a product in place. A kept product would have the wrong values.
@@ -104,12 +104,12 @@ def _run(layer: torch.nn.Module, room: _Room, forward: Callable[..., Any], hidde
     if layer in _CHANGING:
         return forward(hidden, *args)
     kind, positions = _kind(layer, hidden), hidden.shape[:-1].numel()
-    if kind not in _KEPT_BYTES:
+    if kind not in KEPT_BYTES:
         with _bytes_kept(layer, positions) as per_position:
             result = forward(hidden, *args)
-        _KEPT_BYTES[kind] = per_position()
+        KEPT_BYTES[kind] = per_position()
         return result
-    if room.takes(_KEPT_BYTES[kind] * positions):
+    if room.takes(KEPT_BYTES[kind] * positions):
         return forward(hidden, *args)
     kept = _Kept()
     contexts = partial(create_selective_checkpoint_contexts, kept.policy)
@@ -138,7 +138,7 @@ class _Room:
 
 
 # What a layer of each kind keeps per position if nothing is recomputed, in bytes. It is measured when a layer first runs.
-_KEPT_BYTES: dict[tuple[object, ...], float] = {}
+KEPT_BYTES: dict[tuple[object, ...], float] = {}
 
 
 def _kind(layer: torch.nn.Module, hidden: torch.Tensor) -> tuple[object, ...]:

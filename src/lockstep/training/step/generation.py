@@ -28,7 +28,7 @@ from lockstep.training.step.update import Policy
 _ONE_IN, _AT_LEAST = 8, 128
 # The rollouts of a few generations are verified in one of them, up to this many tokens, because a forward over few tokens must
 # still read all weights.
-_TOGETHER = 1024
+TOGETHER = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def drawn_rollouts(groups: int, size: int, tokens: int, seed: int, number: int) 
     """
     count, found = groups * size, [list[int]() for _ in range(groups)]
     each = math.ceil(count / max(1, min(_ONE_IN, count // math.ceil(_AT_LEAST / tokens))))
-    of = max(each, min(count, math.ceil(_TOGETHER / tokens))) // each
+    of = max(each, min(count, math.ceil(TOGETHER / tokens))) // each
     if np.random.default_rng((seed, number // of, 1)).integers(of) != number % of:
         return found
     draw, left = np.random.default_rng((seed, number)), each * of

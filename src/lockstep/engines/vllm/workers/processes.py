@@ -2,8 +2,8 @@
 
 vLLM's scheduler is in the trainer's process, and its multiprocessing executor starts one process per part of the
 model. The workers are those of a server: the same extension (`engines/vllm/worker.py`), the same weight transfer and
-the same transports. Here the calls go through vLLM's own queues instead of HTTP. `engines/vllm/in_process.py` has the
-same methods for a model in the trainer's process.
+the same transports. Here the calls go through vLLM's own queues instead of HTTP. A model in the trainer's process has
+the same methods.
 """
 
 from __future__ import annotations

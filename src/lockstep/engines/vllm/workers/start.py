@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 
 from lockstep.collector import collector_off
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND, WORKER_EXTENSION
+from lockstep.engines.vllm.plugin import register
 from lockstep.engines.vllm.port.engine import build_engine
 from lockstep.engines.vllm.port.patches import count_without_compiling, import_without_compiler, keep_process_group
 from lockstep.engines.vllm.workers.environment import (
@@ -35,8 +36,6 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-# As in pyproject.toml.
-_PLUGIN = "lockstep.engines.vllm.plugin:register"
 _EXECUTOR = "distributed_executor_backend"
 
 
@@ -53,11 +52,14 @@ def check_plugin() -> None:
     Raises:
         InputError: Lockstep was not installed in this environment, or an earlier Lockstep whose plugin stood elsewhere.
     """
-    if _PLUGIN not in [entry.value for entry in entry_points(group="vllm.general_plugins")]:
-        raise InputError(
-            "vLLM would not find Lockstep's plugin, because this environment was installed without it or for another Lockstep: "
-            "install Lockstep again (pip install -e . in its checkout, or pip install lockstep-rl)"
-        )
+    for entry in entry_points(group="vllm.general_plugins", name="lockstep"):
+        with suppress(ImportError, AttributeError):
+            if entry.load() is register:
+                return
+    raise InputError(
+        "vLLM would not find Lockstep's plugin, because this environment was installed without it or for another Lockstep: "
+        "install Lockstep again (pip install -e . in its checkout, or pip install lockstep-rl)"
+    )
 
 
 def start_vllm(arguments: Mapping[str, Any], resources: ExitStack) -> LLM:

@@ -141,7 +141,7 @@ class TreeAttention:
         if self.paths is not None:
             return self.paths(query, key, value, scale)
         if query.device.type != "cpu" or cap is not None:
-            return _Recomputed.apply(query, key, value, self, scale, cap)
+            return Recomputed.apply(query, key, value, self, scale, cap)
         # The kernel needs equal widths. Zeros at the end do not change the products.
         width = value.shape[-1]
         widest = max(width, query.shape[-1])
@@ -242,7 +242,7 @@ class _Merged(torch.autograd.Function):
         return of_query, of_key, of_value, None, None
 
 
-class _Recomputed(torch.autograd.Function):
+class Recomputed(torch.autograd.Function):
     """Attention on other devices, and with capped scores: each block is computed by itself, and the backward computes it again."""
 
     @staticmethod

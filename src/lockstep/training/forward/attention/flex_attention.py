@@ -37,7 +37,7 @@ FLEX = "lockstep_flex"
 ASKED = "flex_attention"
 # Largest allowed distance from the same attention in float32, as a relative norm. Rounding to half precision causes a fifth of it
 # or less (float32 may be computed as TF32). Four keys of 333 that get no gradient cause more than the limit.
-_LIMITS = {torch.float32: 3e-3, torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float64: 3e-3}
+LIMITS = {torch.float32: 3e-3, torch.bfloat16: 1.5e-2, torch.float16: 3e-3, torch.float64: 3e-3}
 # Sizes of trees; their rows do not fill the last block. Two sizes, because PyTorch compiles another kernel if sizes change. A third
 # one, because it may choose another kernel for fewer than 128 rows.
 _SIZES = (333, 700, 90)
@@ -140,7 +140,7 @@ def prove_flex_attention(heads: tuple[int, int], width: int, device: torch.devic
         InputError: there is no kernel for this machine.
         ProofError: they differ by more than rounding explains.
     """
-    limit = _LIMITS[dtype]
+    limit = LIMITS[dtype]
     for size in _SIZES:
         found = _distances(size, heads, width, device, dtype)
         if not all(distance <= limit for distance in found.values()):
@@ -197,15 +197,15 @@ def _example(size: int) -> torch.Tensor:
 
 
 # Variants of the kernel per process: dtypes, numbers and widths of heads, with and without gradients.
-_MOST_VARIANTS = 64
+MOST_VARIANTS = 64
 
 
 @cache
 def _compiled() -> _Attention:
-    return _never_plain(torch.compile(flex_attention))
+    return never_plain(torch.compile(flex_attention))
 
 
-def _never_plain(compiled: _Attention) -> _Attention:
+def never_plain(compiled: _Attention) -> _Attention:
     """A compiled function that raises an error where PyTorch would stop compiling it.
 
     PyTorch compiles a function for eight kinds of input. For a ninth one it computes plain products without an error, and those
@@ -213,12 +213,12 @@ def _never_plain(compiled: _Attention) -> _Attention:
     """
 
     def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with torch._dynamo.config.patch(recompile_limit=_MOST_VARIANTS, fail_on_recompile_limit_hit=True):
+        with torch._dynamo.config.patch(recompile_limit=MOST_VARIANTS, fail_on_recompile_limit_hit=True):
             try:
                 return compiled(*args, **kwargs)
             except torch._dynamo.exc.FailOnRecompileLimitHit as error:
                 raise LockstepError(
-                    f"PyTorch has compiled FlexAttention for {_MOST_VARIANTS} kinds of input in this process and compiles no more: "
+                    f"PyTorch has compiled FlexAttention for {MOST_VARIANTS} kinds of input in this process and compiles no more: "
                     "leave attn_implementation out, or train fewer models in one process"
                 ) from error
 
