@@ -391,7 +391,7 @@ def test_a_layer_of_a_pack_has_few_kernels_to_start(both: Both, pack: str, most:
 def test_the_device_refuses_what_cuda_refuses_and_counts_what_waits(both: Both) -> None:
     found = both.read("itself")
     assert [name for name, holds in found["holds"].items() if not holds] == []
-    assert len(found["holds"]) == 9
+    assert len(found["holds"]) == 10
 
 
 def test_parts_of_the_gpu_day_are_rehearsed_on_the_device(both: Both) -> None:
