@@ -1,18 +1,20 @@
-"""Pushes over CUDA IPC between two processes that have the pretend GPU, and the program of the second process.
+"""Pushes over CUDA IPC between two processes that have the pretend GPU.
 
 A CPU build of PyTorch has no CUDA IPC. **Stand-ins** take the place of the two functions that `sync/wire/cuda_ipc.py` calls,
 `_share_cuda_` and `_new_shared_cuda`: a file that both processes map stands for the GPU's memory. Everything else is the code that
 would run beside a GPU.
+
+The second process is a fork: what it would import is a seventh of the suite's time. CUDA itself does not survive a fork.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,21 +133,16 @@ def _bytes_of(tensor: Any) -> str:
     return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).hex()
 
 
-def work(folder: Path) -> None:
-    """Answer the calls of the first process, one line of JSON each."""
-    sys.path[:0] = [str(Path(__file__).parents[1])]
-    import pretend_cuda
-
-    pretend_cuda.activate()
-    stand_in(folder)
+def _work(calls: Connection) -> None:
+    """Answer the calls of the first process."""
     worker = Worker()
-    for line in sys.stdin:
-        name, given = json.loads(line)
+    while True:
+        name, given = calls.recv()
         try:
             answer = {"answer": getattr(worker, name)(*given)}
         except Exception as error:  # noqa: BLE001 - the first process raises it
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+        calls.send(answer)
 
 
 # ---- the first process: the trainer ----------------------------------------------------------------------------------
@@ -156,20 +153,25 @@ class Server:
 
     url, world_size, available_bytes = "http://127.0.0.1:1", 1, 1 << 40
 
-    def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self) -> None:
+        # Both begin before the first push: a later fork would know what pushes leave in this process.
+        self._now, self._later = self._started(), self._started()
         self.last: Result = {}
+
+    def _started(self) -> tuple[Any, Connection]:
+        forks = get_context("fork")
+        ours, theirs = forks.Pipe()
+        process = forks.Process(target=_work, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
 
     def call(self, name: str, *given: Any) -> Any:
         from lockstep.errors import EngineLost
 
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([name, given]) + "\n")
-        self._process.stdin.flush()
-        found = json.loads(self._process.stdout.readline() or '{"error": "the process has ended"}')
+        _, calls = self._now
+        calls.send((name, given))
+        found = calls.recv()
         if "error" in found:
             raise EngineLost(found["error"], lambda: None)
         return found["answer"]
@@ -184,8 +186,14 @@ class Server:
         return [self.call(method, *args)]
 
     def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        process, _ = self._now
+        process.kill()
+        process.join()
+
+    def restart(self) -> None:
+        """The process is killed, and another one takes its place."""
+        self.kill()
+        self._now = self._later
 
 
 class Engine:
@@ -219,16 +227,16 @@ def pushed(folder: Path) -> Result:
 
     folder.mkdir()
     stand_in(folder)
-    server = Server(folder)
+    server = Server()
     # The model has many chunks of this size, and one tensor that is larger.
     with patch.object(shared_memory, "chunks", partial(chunks, limit=_CHUNK)):
-        result = _pushes(server, folder)
+        result = _pushes(server)
     result["refused"], result["fallback"] = _refused(server), _fallback(server)
     server.kill()
     return result
 
 
-def _pushes(server: Server, folder: Path) -> Result:
+def _pushes(server: Server) -> Result:
     import torch
     from tiny import make_model
 
@@ -263,8 +271,7 @@ def _pushes(server: Server, folder: Path) -> Result:
                 if version == 2 and dtype == torch.float32:
                     # The server dies and comes back, and the trainer drops its agreements, as in a recovery.
                     buffer = transport.used.buffer.data_ptr()
-                    server.kill()
-                    server._process = Server(folder)._process
+                    server.restart()
                     transport.forget()
     result["same buffer"] = transport.used.buffer.data_ptr() == buffer
     transport.close()
@@ -346,7 +353,3 @@ def _fallback(server: Server) -> dict[str, Any]:
     with patch.object(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(uuid="GPU-1")):
         found["another gpu"] = chosen()
     return found
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]))

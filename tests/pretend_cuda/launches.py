@@ -1,7 +1,8 @@
 """Counts the kernels that a GPU has to start for one layer of a packed model, forward and backward. Used by: `runs.py`.
 
 An operation on the device that is no view and does more than take memory counts as one kernel, and so does each call of PyTorch's
-attention, which is one kernel on a GPU and many operations here. Its results have the layout in memory that a GPU's have.
+attention, which is one kernel on a GPU and many operations here. It computes nothing here: its results are zeros with the dtype and
+the layout in memory that a GPU's have.
 """
 
 from __future__ import annotations
@@ -66,27 +67,24 @@ def _place(frame: FrameType | None) -> str:
 
 def _attention(launches: _Launches) -> Any:
     """PyTorch's attention as one kernel forward, and one backward."""
-    real = torch.nn.functional.scaled_dot_product_attention
 
     def in_rows(part: torch.Tensor) -> torch.Tensor:
         return part.transpose(1, 2).contiguous().transpose(1, 2)
 
     class One(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, settings: dict[str, Any], *parts: torch.Tensor) -> torch.Tensor:
-            with launches.as_one("attention"), torch.enable_grad(), _disable_current_modes():
-                if isinstance(settings.get("attn_mask"), torch.nn.attention.bias.CausalBias):
-                    settings = {**settings, "attn_mask": settings["attn_mask"]._materialize(parts[0].device)}
-                ctx.parts = [part.detach().requires_grad_() for part in parts]
-                ctx.out = real(*ctx.parts, **settings)
-                return in_rows(ctx.out.detach())
+        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            with launches.as_one("attention"), _disable_current_modes():
+                ctx.parts = query, key, value
+                shape, dtype = (*query.shape[:-1], value.shape[-1]), torch.get_autocast_dtype("cuda")
+                return in_rows(torch.zeros(shape, dtype=dtype, device=query.device))
 
         @staticmethod
-        def backward(ctx: Any, of: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        def backward(ctx: Any, of: torch.Tensor) -> tuple[torch.Tensor, ...]:
             with launches.as_one("attention"), _disable_current_modes():
-                return (None, *(in_rows(part) for part in torch.autograd.grad(ctx.out, ctx.parts, of)))
+                return tuple(in_rows(torch.zeros_like(part)) for part in ctx.parts)
 
-    return lambda query, key, value, **settings: One.apply(settings, query, key, value)
+    return lambda query, key, value, **settings: One.apply(query, key, value)
 
 
 def _lower_right(rows: int, columns: int) -> torch.Tensor:

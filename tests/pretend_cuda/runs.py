@@ -1,11 +1,13 @@
-"""Runs of the device suite. `python tests/pretend_cuda/runs.py FOLDER NAME...` does them on the pretend GPU.
+"""Runs of the device suite. `python tests/pretend_cuda/runs.py FOLDER` does all of them on the pretend GPU.
 
-The same functions run on the CPU in the test's own process. Each run leaves a JSON file in the folder: its logs, an error if it had
-one, the mixed devices, and the number of operations on the device. The folder of the run gets its weights.
+It does those of `TWINS` once more in the same process with the model on the CPU, so that libraries are imported once. Each run
+leaves a JSON file in the folder: its logs, an error if it had one, the mixed devices, and the number of operations on the device,
+which is 0 for a run on the CPU. The folder of the run gets its weights.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -16,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 Result = dict[str, Any]
 # The kinds of tiny models, made on the CPU by `save_models`.
@@ -25,6 +28,8 @@ _ALONE = {**_GROUPS, "num_generations": 1}
 _PAIRS = {"per_device_train_batch_size": 2, "max_new_tokens": 8, "max_length": 100}
 RATE = 1e-3
 _FAULTS, _SEED = 12, 43
+# Fields of every run of a method.
+_EVERYWHERE: dict[str, Any] = {}
 GPU_DAY = ("machine", "order", "digests", "runs-1", "gaps-fp32")
 
 
@@ -56,6 +61,7 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
     sizes = {"OnlineDPO": _PAIRS, "PPO": _ALONE, "ReinforcePP": _ALONE}.get(method, _GROUPS)
     base = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
     base |= {"learning_rate": RATE, "use_vllm": False, "bf16": False, "gradient_accumulation_steps": 2}
+    base |= _EVERYWHERE
     config = getattr(lockstep, f"{method}Config")(output_dir=str(folder / "run"), **{**base, **sizes, **given})
     trainer = getattr(lockstep, f"{method}Trainer")(
         model=str(folder.parent / model),
@@ -74,12 +80,12 @@ def train(folder: Path, method: str, model: str = TEXT, resume: bool = False, **
     return {"devices": sorted(devices), "logs": trainer.state.log_history, "tensors": tensors}
 
 
-def _beside_a_given_reference(folder: Path) -> Result:
+def _filtered_beside_a_given_reference(folder: Path) -> Result:
     """The reference is loaded by the user, on the CPU: a copy of the policy would be on the device already."""
     from transformers import AutoModelForCausalLM
 
     given = AutoModelForCausalLM.from_pretrained(folder.parent / TEXT, dtype="float32")
-    return train(folder, "RLOO", beta=0.1, ref_model=given)
+    return train(folder, "RLOO", beta=0.1, ref_model=given, top_p=0.9, top_k=20, temperature=0.8)
 
 
 def _adapted(folder: Path, **given: Any) -> Result:
@@ -138,7 +144,7 @@ def _verified(folder: Path) -> Result:
     """Every row of `lockstep verify`, and then a drawn dozen of the faults of its self-test."""
     from stages import stage_on
 
-    from lockstep.verify.run import run_checks
+    from lockstep.verify.run import CHECKS, run_checks
     from lockstep.verify.self_test import FAULTS, run_self_test
 
     drawn = random.Random(_SEED).sample(FAULTS, _FAULTS)
@@ -146,6 +152,7 @@ def _verified(folder: Path) -> Result:
         rows = run_checks(stage, lambda name: None)
         verdicts = list(run_self_test(stage, lambda name: None, tuple(drawn)))
     return {
+        "checks": len(CHECKS),
         "rows": [[row.proof, row.passed, row.figure] for row in rows],
         "verdicts": [[v.id, v.caught_by, v.skipped, v.error] for v in verdicts],
     }
@@ -297,17 +304,18 @@ def _ipc(folder: Path) -> Result:
 
 
 RUNS: dict[str, Callable[[Path], Result]] = {
+    # The first, because it forks, and later runs start threads.
+    "ipc": _ipc,
     "grpo": _evaluated,
     "resumed": _resumed,
     "elsewhere": _elsewhere,
     "old_generation": lambda folder: train(
         folder, "GRPO", num_iterations=2, steps_per_generation=4, max_steps=4, repetition_penalty=1.1
     ),
-    "rloo": _beside_a_given_reference,
+    "rloo_filters": _filtered_beside_a_given_reference,
     "reinforce_pp": lambda folder: train(folder, "ReinforcePP", ROWS),
     "online_dpo": lambda folder: train(folder, "OnlineDPO"),
     "ppo": lambda folder: train(folder, "PPO"),
-    "filters": lambda folder: train(folder, "GRPO", top_p=0.9, top_k=20, temperature=0.8),
     "checkpointing": lambda folder: train(folder, "GRPO", gradient_checkpointing=True),
     "adapter": lambda folder: _adapted(folder, beta=0.1),
     "experts": lambda folder: train(folder, "GRPO", EXPERTS),
@@ -318,7 +326,6 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "adapter_bf16": lambda folder: _adapted(folder, bf16=True),
     "verify": _verified,
     "push": _pushed,
-    "ipc": _ipc,
     "counts": _counted,
     "slices": _sliced,
     "digests": _digested,
@@ -326,45 +333,68 @@ RUNS: dict[str, Callable[[Path], Result]] = {
     "itself": _itself,
     "gpu_day": _gpu_day,
 }
-# The runs that are done on the CPU too have a loss. They are named with whether they compute in bf16.
-ONLY_HERE = ("elsewhere", "verify", "push", "ipc", "counts", "slices", "digests", "launches", "itself", "gpu_day")
+# The runs with a loss. They are named with whether they compute in bf16.
+ONLY_HERE = ("ipc", "elsewhere", "verify", "push", "counts", "slices", "digests", "launches", "itself", "gpu_day")
 LEARNING = {name: name.endswith("bf16") for name in RUNS if name not in ONLY_HERE}
+# What is done on the CPU too. On the device, these two must have the figures of `grpo` to the bit.
+TWINS = tuple(name for name in LEARNING if name not in ("resumed", "checkpointing"))
 
 
-def run_all(folder: Path, names: list[str], log: Any = None) -> None:
-    """Do runs, one after the other. An error is a part of its run's file, and the next run begins.
+def twin(name: str) -> str:
+    """The name of the same run on the CPU."""
+    return f"{name}-cpu"
+
+
+def run_all(folder: Path, names: list[str], log: Any) -> None:
+    """Do runs, one after the other, and those of them that have a twin on the CPU. An error is a part of its run's file.
 
     Args:
         folder: contains the models. Each run gets a folder of its own in it.
-        log: what the pretend GPU counts, if it is on.
+        log: what the pretend GPU counts.
     """
     for name in names:
-        before, start = log.kernels() if log else 0, time.process_time()
-        try:
-            result = RUNS[name](folder / name)
-        except Exception:  # noqa: BLE001 - a test shows it
-            result = {"error": traceback.format_exc()}
-        if log:
-            result["operations"] = log.kernels() - before
-            result["mixes"] = [list(mix) for mix in log.mixes]
-            log.clear()
-        result["seconds"] = time.process_time() - start
-        (folder / f"{name}.json").write_text(json.dumps(result, default=float), encoding="utf-8")
+        _run(folder / name, RUNS[name], log)
+    import torch
+
+    with patch.dict(_EVERYWHERE, use_cpu=True), patch.object(torch.cuda, "is_available", lambda: False):
+        for name in (name for name in names if name in TWINS):
+            _run(folder / twin(name), RUNS[name], log)
+
+
+def _run(folder: Path, call: Callable[[Path], Result], log: Any) -> None:
+    before, start = log.kernels(), time.process_time()
+    try:
+        result = call(folder)
+    except Exception:  # noqa: BLE001 - a test shows it
+        result = {"error": traceback.format_exc()}
+    result["operations"], result["mixes"] = log.kernels() - before, [list(mix) for mix in log.mixes]
+    log.clear()
+    result["seconds"] = time.process_time() - start
+    folder.with_name(f"{folder.name}.json").write_text(json.dumps(result, default=float), encoding="utf-8")
 
 
 def begin() -> Any:
     """Switch the pretend GPU on, before PyTorch is imported. Returns its log."""
     tests = Path(__file__).parents[1]
     sys.path[:0] = [str(tests), str(tests / "training"), str(tests / "sync"), str(tests / "engines"), str(tests.parent)]
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
+    # Imports make a million objects that stay. Without this, each collection would look at all of them, and a run ends with one.
+    gc.disable()
     import pretend_cuda
 
     # bitsandbytes would load CUDA's own library.
-    return pretend_cuda.activate(first=["bitsandbytes"])
+    log = pretend_cuda.activate(first=["bitsandbytes"])
+    import lockstep.verify.self_test  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
+    return log
 
 
 def main() -> None:
-    run_all(Path(sys.argv[1]), sys.argv[2:] or list(RUNS), begin())
+    folder, log = Path(sys.argv[1]), begin()
+    save_models(folder)
+    run_all(folder, list(RUNS), log)
 
 
 if __name__ == "__main__":

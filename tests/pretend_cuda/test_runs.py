@@ -1,90 +1,97 @@
 """The trainer, its proofs and its pushes on a pretend GPU (`tests/pretend_cuda`), beside the same runs on the CPU.
 
-One process does all runs on the device, because the device must be there before PyTorch is imported. This process does them on the
-CPU at the same time. docs/internals/pretend-gpu.md says what such runs cannot find.
+A process of its own does all runs, because the device must be there before PyTorch is imported.
+docs/internals/pretend-gpu.md says what such runs cannot find.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 import pretend_cuda
 from benchmarks.gpu_day import run as gpu_day
-from lockstep.verify.run import CHECKS
 from pretend_cuda import counts, runs
 
 pytestmark = pytest.mark.skipif(bool(pretend_cuda.missing()), reason=str(pretend_cuda.missing()))
-FP32 = [name for name, is_half in runs.LEARNING.items() if not is_half]
-BF16 = [name for name, is_half in runs.LEARNING.items() if is_half]
+FP32 = [name for name in runs.TWINS if not runs.LEARNING[name]]
+BF16 = [name for name in runs.TWINS if runs.LEARNING[name]]
 ALL = [*runs.RUNS]
 
 
 @dataclass
 class Both:
-    """The folders of all runs, on either device."""
+    """The folder of all runs, on either device."""
 
-    cpu: Path
-    device: Path
+    folder: Path
+
+    def read(self, name: str) -> dict[str, Any]:
+        found = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
+        assert "error" not in found, found["error"]
+        return found
+
+    def on_both(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the run gave on the CPU, and on the device."""
+        return self.read(runs.twin(name)), self.read(name)
 
     def logs(self, name: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The logs of each optimizer step: those of the CPU and those of the device."""
-        found = [[log for log in _read(folder, name)["logs"] if "loss" in log] for folder in (self.cpu, self.device)]
+        found = [[log for log in one["logs"] if "loss" in log] for one in self.on_both(name)]
         assert found[0]
         return list(zip(*found, strict=True))
 
-
-def _read(folder: Path, name: str) -> dict[str, Any]:
-    found = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    assert "error" not in found, found["error"]
-    return found
+    def weights(self, name: str) -> dict[str, np.ndarray]:
+        return load_file(self.folder / name / "weights.safetensors")
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Both:
-    folders = Both(tmp_path_factory.mktemp("cpu"), tmp_path_factory.mktemp("device"))
+    folder = tmp_path_factory.mktemp("runs")
     pretend_cuda.compiled()
-    for folder in (folders.cpu, folders.device):
-        runs.save_models(folder)
-    command = [sys.executable, str(Path(runs.__file__)), str(folders.device), *runs.RUNS]
-    with (folders.device / "output").open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=dict(os.environ))
-        try:
-            runs.run_all(folders.cpu, [*runs.LEARNING])
-            code = process.wait(600)
-        finally:
-            process.kill()
-            process.wait()
-    assert code == 0, (folders.device / "output").read_text(encoding="utf-8")[-4000:]
-    return folders
+    with (folder / "output").open("w", encoding="utf-8") as output:
+        done = subprocess.run(
+            [sys.executable, str(Path(runs.__file__)), str(folder)],
+            stdout=output,
+            stderr=output,
+            timeout=600,
+            check=False,
+        )
+    assert done.returncode == 0, (folder / "output").read_text(encoding="utf-8")[-4000:]
+    return Both(folder)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_operation_mixes_devices(both: Both, name: str) -> None:
     """An error that somebody swallows is found too."""
-    found = _read(both.device, name)
+    found = both.read(name)
     assert found["mixes"] == ([["aten::add.Tensor", "cuda:0(1-d) cpu(1-d)", "outside"]] if name == "itself" else [])
     assert found["operations"] > 0
 
 
 @pytest.mark.parametrize("name", runs.LEARNING)
 def test_policy_reference_critic_and_engine_compute_on_the_device(both: Both, name: str) -> None:
-    assert _read(both.device, name)["devices"] == ["cuda"]
-    assert _read(both.cpu, name)["devices"] == ["cpu"]
+    assert both.read(name)["devices"] == ["cuda"]
+
+
+@pytest.mark.parametrize("name", runs.TWINS)
+def test_its_twin_computes_on_the_cpu_alone(both: Both, name: str) -> None:
+    found = both.read(runs.twin(name))
+    assert found["devices"] == ["cpu"]
+    assert found["operations"] == 0
+    assert found["mixes"] == []
 
 
 def test_a_push_over_cuda_ipc_arrives_in_another_process_on_the_same_gpu(both: Both) -> None:
     """Stand-ins take the place of PyTorch's two functions of CUDA IPC. Everything else runs (`ipc.py`)."""
-    found = _read(both.device, "ipc")
+    found = both.read("ipc")
     assert found["chosen"] == "CudaIPCTransport"
     pushes = found["pushes"]
     assert all(push["equal"] for push in pushes)
@@ -96,7 +103,7 @@ def test_a_push_over_cuda_ipc_arrives_in_another_process_on_the_same_gpu(both: B
 
 
 def test_over_cuda_ipc_each_chunk_is_complete_before_the_other_process_is_told(both: Both) -> None:
-    for push in _read(both.device, "ipc")["pushes"]:
+    for push in both.read("ipc")["pushes"]:
         chunks = push["worker"]["chunks"]
         assert chunks > 3
         # A push to a restarted server is sent twice: the trainer learns that its base is not held when the first has ended.
@@ -106,7 +113,7 @@ def test_over_cuda_ipc_each_chunk_is_complete_before_the_other_process_is_told(b
 
 def test_no_bytes_of_weights_cross_the_host_for_a_push_over_cuda_ipc(both: Both) -> None:
     """Counted by the device in both processes. What crosses: 16 bytes per digest, and the workers read 8 per tensor and push."""
-    for push in _read(both.device, "ipc")["pushes"]:
+    for push in both.read("ipc")["pushes"]:
         assert push["trainer"]["crossed"] <= 2 * 16 * push["tensors"]
         assert push["worker"]["crossed"] <= (16 + 8) * push["tensors"]
 
@@ -136,7 +143,7 @@ REFUSED = {
 
 
 def test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped(both: Both) -> None:
-    answers = _read(both.device, "ipc")["refused"]
+    answers = both.read("ipc")["refused"]
     assert answers.pop("right") == "00" * 32
     assert answers.keys() == REFUSED.keys()
     assert {what: said for what, said in answers.items() if REFUSED[what] not in said} == {}
@@ -154,7 +161,7 @@ def test_a_handle_with_a_wrong_field_is_refused_before_it_is_mapped(both: Both) 
 def test_without_cuda_ipc_auto_goes_through_main_memory_with_one_line_and_the_named_transport_is_refused(
     both: Both, case: str, why: str
 ) -> None:
-    chosen, said, refused = _read(both.device, "ipc")["fallback"][case]
+    chosen, said, refused = both.read("ipc")["fallback"][case]
     assert chosen == "SharedMemoryTransport"
     assert said.startswith("weights go through main memory: ")
     assert why in said
@@ -169,11 +176,11 @@ def test_losses_gradients_and_weights_are_those_of_the_cpu(both: Both, name: str
         assert device["grad_norm"] == pytest.approx(cpu["grad_norm"], rel=1e-4)
         assert device.get("reward") == cpu.get("reward")
         assert device["parity/max_abs_gap"] < 1e-4
-    one, other = (load_file(folder / name / "weights.safetensors") for folder in (both.cpu, both.device))
+    one, other = both.weights(runs.twin(name)), both.weights(name)
     assert one.keys() == other.keys()
     # AdamW divides by a gradient's own size: where it is nearly nothing, rounding moves a weight by up to the learning rate.
-    moved = torch.cat([(one[key] - other[key]).abs().flatten() for key in one])
-    assert float(moved.mean()) < 1e-3 * runs.RATE
+    moved = np.concatenate([abs(one[key] - other[key]).ravel() for key in one])
+    assert moved.mean() < 1e-3 * runs.RATE
 
 
 # Not the same on both devices: seconds, the rounding that proofs measure, and the sign of a margin that is rounding at first.
@@ -202,23 +209,24 @@ def test_a_run_that_was_stopped_goes_on_to_the_logs_and_weights_of_one_that_was_
     whole, resumed = (
         [
             {key: value for key, value in log.items() if key in ("loss", "grad_norm", "reward", "entropy")}
-            for log in _read(both.device, name)["logs"]
+            for log in both.read(name)["logs"]
             if "loss" in log
         ]
         for name in ("grpo", "resumed")
     )
     assert resumed == whole
-    one, other = (load_file(both.device / name / "weights.safetensors") for name in ("grpo", "resumed"))
-    assert all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+    one, other = both.weights("grpo"), both.weights("resumed")
+    assert one.keys() == other.keys()
+    assert all(np.array_equal(tensor, other[key]) for key, tensor in one.items())
 
 
 def test_a_run_that_began_on_a_cpu_goes_on_on_the_device_to_rounding_and_says_so(both: Both) -> None:
-    found = _read(both.device, "elsewhere")
+    found = both.read("elsewhere")
     assert found["devices"] == ["cuda"]
     (told,) = found["told"]
     assert "device was CPU (" in told
     assert told.endswith("is Pretend GPU")
-    logs = [[log for log in one["logs"] if "loss" in log] for one in (_read(both.cpu, "grpo"), found)]
+    logs = [[log for log in one["logs"] if "loss" in log] for one in (both.read(runs.twin("grpo")), found)]
     assert [len(log) for log in logs] == [2, 2]
     for cpu, device in zip(*logs, strict=True):
         assert device["reward"] == cpu["reward"]
@@ -228,17 +236,13 @@ def test_a_run_that_began_on_a_cpu_goes_on_on_the_device_to_rounding_and_says_so
 
 def test_recomputed_activations_give_the_gradients_of_kept_ones(both: Both) -> None:
     norms = [
-        [log["grad_norm"] for log in _read(both.device, name)["logs"] if "loss" in log]
-        for name in ("grpo", "checkpointing")
+        [log["grad_norm"] for log in both.read(name)["logs"] if "loss" in log] for name in ("grpo", "checkpointing")
     ]
     assert norms[0] == norms[1]
 
 
 def test_an_evaluation_gives_the_rewards_of_the_cpu(both: Both) -> None:
-    cpu, device = (
-        [log["eval_reward"] for log in _read(folder, "grpo")["logs"] if "eval_reward" in log]
-        for folder in (both.cpu, both.device)
-    )
+    cpu, device = ([log["eval_reward"] for log in one["logs"] if "eval_reward" in log] for one in both.on_both("grpo"))
     assert device == cpu
     assert len(device) == 2
 
@@ -250,18 +254,19 @@ def test_tools_are_called(both: Both) -> None:
 @pytest.mark.parametrize("name", [name for name in runs.LEARNING if name != "resumed"])
 def test_the_models_own_backward_is_proven_at_the_first_step(both: Both, name: str) -> None:
     """A proof that could not be made would leave its figure out of the log."""
-    for found in both.logs(name)[0]:
-        assert "checked/model_gradient_error" in found
+    first = next(log for log in both.read(name)["logs"] if "loss" in log)
+    assert "checked/model_gradient_error" in first
 
 
 def test_every_row_of_verify_passes(both: Both) -> None:
-    rows = _read(both.device, "verify")["rows"]
-    assert len(rows) > len(CHECKS)
+    found = both.read("verify")
+    rows = found["rows"]
+    assert len(rows) > found["checks"]
     assert [row for row in rows if not row[1]] == []
 
 
 def test_a_drawn_dozen_of_the_faults_of_the_self_test_is_caught(both: Both) -> None:
-    (_, *control), *verdicts = _read(both.device, "verify")["verdicts"]
+    (_, *control), *verdicts = both.read("verify")["verdicts"]
     assert control == ["", "", ""]
     assert [verdict for verdict in verdicts if not verdict[1] and not verdict[2]] == []
     assert len(verdicts) == 12
@@ -269,48 +274,48 @@ def test_a_drawn_dozen_of_the_faults_of_the_self_test_is_caught(both: Both) -> N
 
 
 def test_every_kind_of_push_arrives_with_the_digests_of_the_host(both: Both) -> None:
-    pushes = _read(both.device, "push")["pushes"]
+    pushes = both.read("push")["pushes"]
     assert len(pushes) == 10
     assert [name for name, arrived in pushes.items() if not arrived] == []
 
 
 @pytest.mark.parametrize("row", counts.ROWS, ids=[row.what for row in counts.ROWS])
 def test_what_keeps_a_gpu_from_working_stays_below_what_is_asked(both: Both, row: counts.Row) -> None:
-    few, many = counts.read(_read(both.device, "counts"))
+    few, many = counts.read(both.read("counts"))
     number, places = row.count(few, many)
     assert number <= row.most, places.most_common(10)
 
 
 def test_the_counts_are_of_whole_runs(both: Both) -> None:
-    for run in counts.read(_read(both.device, "counts")):
-        assert run.packs >= 6
-        assert run.tokens == 24
-        assert len(run.pushes) == 3
+    for run in counts.read(both.read("counts")):
+        assert run.packs >= 4
+        assert run.tokens == 16
+        assert len(run.pushes) == 2
         assert {event.phase for event in run.events} >= {"generate", "sync", "verify", "forward_backward"}
         assert sum(event.count for event in run.events if event.part == counts.PROOF) > 0
-    few, many = counts.read(_read(both.device, "counts"))
+    few, many = counts.read(both.read("counts"))
     assert many.tensors > 3 * few.tensors
 
 
 def test_a_probe_of_a_large_vocabulary_takes_the_memory_of_a_few_rows(both: Both) -> None:
-    found = _read(both.device, "slices")["probe"]
+    found = both.read("slices")["probe"]
     assert found["failed"] == []
     assert found["modules"] > 10
     assert found["rows"] <= 8192 < found["of_rows"]
 
 
 def test_sums_over_the_vocabulary_take_the_memory_of_a_few_rows(both: Both) -> None:
-    found = _read(both.device, "slices")["sums"]
+    found = both.read("slices")["sums"]
     assert found["apart"] < 1e-4
     assert found["rows"] <= 64
 
 
 def test_filters_start_few_products(both: Both) -> None:
-    assert _read(both.device, "slices")["filters"] == {"cpu": 32, "cuda": 2}
+    assert both.read("slices")["filters"] == {"cpu": 32, "cuda": 2}
 
 
 def test_an_element_that_is_not_zero_is_found_where_the_cpu_finds_it(both: Both) -> None:
-    found = _read(both.device, "slices")["places"]
+    found = both.read("slices")["places"]
     assert found["cuda"] == found["cpu"] == [73, 32, 0, 63, 0, 0]
 
 
@@ -331,7 +336,7 @@ DIGEST = "contract/device_digest.py"
 def test_the_host_waits_twice_for_the_digests_of_a_push_and_no_weight_comes_to_it(
     both: Both, way: str, limit: int
 ) -> None:
-    found = _read(both.device, "digests")
+    found = both.read("digests")
     pushes = found["pushes"][way]["pushes"]
     assert len(pushes) == 5
     for push in pushes:
@@ -345,30 +350,30 @@ def test_the_host_waits_twice_for_the_digests_of_a_push_and_no_weight_comes_to_i
 
 
 def test_each_push_that_sends_something_has_a_key_of_its_own(both: Both) -> None:
-    for way, found in _read(both.device, "digests")["pushes"].items():
+    for way, found in both.read("digests")["pushes"].items():
         assert found["keys"] == found["different"] == (0 if way == "shared memory" else 3)
 
 
 def test_weights_that_go_through_main_memory_are_copied_there_once(both: Both) -> None:
-    found = _read(both.device, "digests")
+    found = both.read("digests")
     assert {push["bytes"] for push in found["pushes"]["shared memory"]["pushes"]} == {found["size"]}
 
 
 def test_a_digest_of_the_device_is_that_of_the_cpu_for_every_dtype(both: Both) -> None:
-    dtypes = _read(both.device, "digests")["dtypes"]
+    dtypes = both.read("digests")["dtypes"]
     assert len(dtypes) == 10
     assert [dtype for dtype, same in dtypes.items() if not same] == []
 
 
 def test_a_digest_launches_two_kernels_per_eight_mib_and_a_few_more(both: Both) -> None:
-    launches = _read(both.device, "digests")["launches"]
+    launches = both.read("digests")["launches"]
     assert launches["64"] - launches["8"] <= 8 * 2 + 2
     assert launches["1"] <= launches["8"] <= 10
 
 
 def test_seconds_of_phases_are_read_from_events(both: Both) -> None:
     """That nothing waits for them, the counts show."""
-    found = _read(both.device, "counts")[counts.FEW]
+    found = both.read("counts")[counts.FEW]
     assert found["timed"] >= 20
     for log in (log for log in found["logs"] if "loss" in log):
         phases = [seconds for key, seconds in log.items() if key.startswith("time/") and key != "time/step"]
@@ -379,18 +384,18 @@ def test_seconds_of_phases_are_read_from_events(both: Both) -> None:
 @pytest.mark.parametrize(("pack", "most"), counts.KERNELS.items())
 def test_a_layer_of_a_pack_has_few_kernels_to_start(both: Both, pack: str, most: int) -> None:
     """Blocks have 279 and 509. A layer of plain rows has 140, and computes the prompt once for each completion."""
-    found = _read(both.device, "launches")["layers"][pack]
+    found = both.read("launches")["layers"][pack]
     assert 100 < sum(found.values()) <= most, "\n".join(f"{number:4} {place}" for place, number in found.items())
 
 
 def test_the_device_refuses_what_cuda_refuses_and_counts_what_waits(both: Both) -> None:
-    found = _read(both.device, "itself")
+    found = both.read("itself")
     assert [name for name, holds in found["holds"].items() if not holds] == []
-    assert len(found["holds"]) == 9
+    assert len(found["holds"]) == 10
 
 
 def test_parts_of_the_gpu_day_are_rehearsed_on_the_device(both: Both) -> None:
-    parts = _read(both.device, "gpu_day")["parts"]
+    parts = both.read("gpu_day")["parts"]
     assert [*parts] == [name for name in gpu_day.PARTS if name in runs.GPU_DAY]
     assert all(parts.values())
     assert [row for rows in parts.values() for row in rows if gpu_day.is_failure(row)] == []

@@ -157,7 +157,7 @@ def _streams() -> dict[str, Any]:
 
 
 def _generators(extension: Any) -> dict[str, Any]:
-    generator = extension.default_generator()
+    generator = extension.the_generator()
 
     def seeded(seed: int) -> None:
         generator.manual_seed(int(seed))
