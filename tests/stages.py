@@ -25,7 +25,7 @@ def in_small_parts() -> Iterator[None]:
     """vLLM in this process loads a tiny model in several parts."""
     import lockstep.engines.vllm.receive as backend
 
-    with patch.object(backend, "_PART_BYTES", PART_BYTES):
+    with patch.object(backend, "PART_BYTES", PART_BYTES):
         yield
 
 

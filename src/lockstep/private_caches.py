@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 # Each variable, and where its library keeps the folder if it is not set. Empty: in the shared temporary folder. None: beside the
 # library's own files. All were found in the sources of the packages that a run installs (docs/internals/server.md).
-_FOLDERS: dict[str, str | None] = {
+FOLDERS: dict[str, str | None] = {
     "TORCHINDUCTOR_CACHE_DIR": "",
     "QUACK_CACHE_DIR": "",
     "CUTE_DSL_CACHE_DIR": "",
@@ -74,7 +74,7 @@ def private_caches(given: Mapping[str, str]) -> dict[str, str]:
     places[_CACHES] = given.get(_CACHES, f"{home}/.cache") or "."
     places["HF_HOME"] = given.get("HF_HOME", f"{places[_CACHES]}/huggingface") or "."
     unsafe, made = [], {}
-    for name, usual in _FOLDERS.items():
+    for name, usual in FOLDERS.items():
         if given.get(name):
             _check_named(name, given[name], home)
         elif usual == "" or (usual and why_not_private(_absolute(usual.format(**places), home))):

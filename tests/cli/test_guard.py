@@ -100,6 +100,6 @@ def test_every_training_command_trains_within_the_guard(
 
     monkeypatch.setattr(training, "_train", ends)
     words = ["--model_name_or_path", "none", "--dataset_name", "arithmetic", "--output_dir", str(tmp_path)]
-    for name in command_line._TRAINING:
+    for name in command_line.TRAINING:
         assert command_line.main([name, *words]) == 1
         assert "ended the program" in capsys.readouterr().err

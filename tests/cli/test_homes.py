@@ -15,7 +15,7 @@ from lockstep.cli.main import main
 from lockstep.errors import InputError
 from lockstep.homes import expanded, missing_home
 from lockstep.models.packaged import cache_dir
-from lockstep.private_caches import _FOLDERS, use_private_caches
+from lockstep.private_caches import FOLDERS, use_private_caches
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def nameless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     def unknown(uid: int) -> NoReturn:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
-    for name in (*_FOLDERS, "HOME", "XDG_CACHE_HOME", "HF_HOME", "TRITON_HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+    for name in (*FOLDERS, "HOME", "XDG_CACHE_HOME", "HF_HOME", "TRITON_HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
         # Set first, so that what the test sets is taken back.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -20,7 +20,7 @@ from lockstep import GRPOTrainer
 from lockstep.cli.main import main
 from lockstep.engines.vllm.workers.start import start_vllm
 from lockstep.errors import InputError
-from lockstep.private_caches import _FOLDERS, private_caches, use_private_caches, why_not_private
+from lockstep.private_caches import FOLDERS, private_caches, use_private_caches, why_not_private
 
 STRANGER = 4242
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of somebody else")
@@ -30,7 +30,7 @@ INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home directory without any cache, and no variable that names one."""
-    for name in (*_FOLDERS, "XDG_CACHE_HOME", "HF_HOME", "TRITON_HOME"):
+    for name in (*FOLDERS, "XDG_CACHE_HOME", "HF_HOME", "TRITON_HOME"):
         # At the end of a test, what the functions have set is gone too.
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -176,7 +176,7 @@ def test_a_named_folder_of_the_users_own_is_used_as_it_is(make: Callable[[Path],
     assert path.is_dir()
 
 
-@pytest.mark.parametrize("name", _FOLDERS)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_every_variable_is_examined(name: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"^{name}="):
         private_caches({**os.environ, name: str(open_to_all(tmp_path / "cache"))})
@@ -192,7 +192,7 @@ def test_what_libraries_keep_in_the_shared_temporary_folder_goes_to_a_folder_of_
     assert cache_dir() == found["TORCHINDUCTOR_CACHE_DIR"]
     assert Path(triton_cache_dir(0)).is_relative_to(ours)
     # Folders in the home directory stay where they are, with what a user has compiled or fetched before.
-    assert os.environ.keys() & _FOLDERS.keys() == found.keys()
+    assert os.environ.keys() & FOLDERS.keys() == found.keys()
 
 
 def test_a_folder_in_a_home_directory_that_others_can_change_is_not_used(
@@ -201,7 +201,7 @@ def test_a_folder_in_a_home_directory_that_others_can_change_is_not_used(
     """An open home directory ends no run: what is compiled is not kept."""
     home.chmod(0o777)
     made = private_caches(os.environ)
-    assert made.keys() == {name for name, usual in _FOLDERS.items() if usual is not None}
+    assert made.keys() == {name for name, usual in FOLDERS.items() if usual is not None}
     (place,) = {Path(path).parent for path in made.values()}
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     assert not place.is_relative_to(home)
@@ -221,7 +221,7 @@ def test_an_empty_variable_does_not_mean_the_current_directory(
 ) -> None:
     monkeypatch.chdir(open_to_all(tmp_path / "shared"))
     ours = home / ".cache" / "lockstep" / "compiled"
-    for name, usual in _FOLDERS.items():
+    for name, usual in FOLDERS.items():
         if usual is not None:
             assert Path(private_caches({"HOME": str(home), name: ""})[name]).is_relative_to(home), name
     for name, folder in (

@@ -43,7 +43,7 @@ def test_a_call_is_open_until_its_rollout_has_gone_on_whenever_the_driver_looks(
         return function()
 
     monkeypatch.setattr(tools_module, "in_thread", in_thread)
-    monkeypatch.setattr(tools_module, "_QUICK", 60.0)
+    monkeypatch.setattr(tools_module, "QUICK", 60.0)
     gone_on: list[Any] = []
 
     async def rollout() -> None:

@@ -84,7 +84,7 @@ def test_accuracy_is_the_same_in_another_thread() -> None:
 def test_in_another_thread_an_expression_that_hangs_costs_its_own_score_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(math_comparison, "_PAIR_LIMIT", 0.05)
+    monkeypatch.setattr(math_comparison, "PAIR_LIMIT", 0.05)
     assert elsewhere([r"\boxed{9^{9^{9^{9}}}}"], ["7"]) == [0.0]
     assert "took longer than 0.05 s" in capsys.readouterr().out
     monkeypatch.undo()

@@ -21,7 +21,7 @@ class Largest(TorchDispatchMode):
         if func is torch.ops.lockstep.attend.default:
             *parts, number, scale = args
             with self:
-                return block_attention.attend(*parts, block_attention._TREES[number], scale)
+                return block_attention.attend(*parts, block_attention.TREES[number], scale)
         found = func(*args, **(kwargs or {}))
         results = found if isinstance(found, tuple | list) else (found,)
         sizes = [part.numel() for part in results if isinstance(part, torch.Tensor)]

@@ -34,7 +34,7 @@ from lockstep.run.files.checkpoints import (
 )
 from lockstep.run.files.run_directory import RunPlace
 from lockstep.run.files.run_directory import open_run as locked_run
-from lockstep.run.files.run_identity import _IGNORED, changed_fields, curve_settings
+from lockstep.run.files.run_identity import IGNORED, changed_fields, curve_settings
 from lockstep.watch.receipt import RECEIPT, Receipt
 from lockstep.watch.resume import seal
 
@@ -202,7 +202,7 @@ def test_a_run_whose_settings_were_written_when_bookkeeping_counted_goes_on(tmp_
 def test_every_field_that_is_named_as_bookkeeping_exists() -> None:
     known = {field.name for field in dataclasses.fields(GRPOConfig)}
     # TrainingArguments had it until transformers 5.
-    assert _IGNORED - known <= {"logging_dir"}
+    assert IGNORED - known <= {"logging_dir"}
 
 
 def test_an_interrupted_run_may_become_longer_and_not_shorter(
@@ -528,7 +528,7 @@ def other(name: str) -> Any:
 def test_no_field_that_may_change_changes_another_one() -> None:
     """`eval_strategy` sets `do_eval`, for example. A run must go on with it."""
     known, tried = {field.name for field in dataclasses.fields(GRPOConfig)}, []
-    for name in sorted(_IGNORED & known):
+    for name in sorted(IGNORED & known):
         value = other(name)
         if value is None or name in ("fsdp", "deepspeed", "push_to_hub"):
             continue

@@ -67,7 +67,7 @@ def test_the_sums_are_those_of_whole_logits(
     targets = torch.randint(VOCABULARY, rows.shape)
     wanted = torch.rand(len(rows)) < (0.5 if some else 2.0)
     sums = DrawSums(wanted)
-    with patch.object(draw_sums, "_LONG_ROW", 0 if one_by_one else 99):
+    with patch.object(draw_sums, "LONG_ROW", 0 if one_by_one else 99):
         logps, entropies = token_logps(
             head, hidden, rows, targets, temperature=temperature, chunk_size=chunk, entropy_gradient=True, draws=sums
         )

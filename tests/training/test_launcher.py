@@ -98,7 +98,7 @@ def test_a_rank_says_that_it_waits_for_rank_0_and_does_so_no_longer_than_its_lim
     real = socket.create_connection
 
     def connect(*args: Any, **kwargs: Any) -> socket.socket:
-        said.extend(waits._WAITS.lines(time.monotonic(), 0))
+        said.extend(waits.WAITS.lines(time.monotonic(), 0))
         return real(*args, **kwargs)
 
     monkeypatch.setattr(socket, "create_connection", connect)
@@ -117,7 +117,7 @@ def test_rank_0_says_that_it_waits_and_torchs_error_becomes_one_sentence(closed_
 
     def meet() -> None:
         with meeting_ranks(of_ranks(0, closed_port), 60.0, use_cpu=True):
-            said.extend(waits._WAITS.lines(time.monotonic(), 0).values())
+            said.extend(waits.WAITS.lines(time.monotonic(), 0).values())
             dist.TCPStore("127.0.0.1", 0, 4, True, timedelta(milliseconds=10))
 
     # transformers gives torch no limit on a CPU, so that no field is advised.
@@ -129,4 +129,4 @@ def test_rank_0_says_that_it_waits_and_torchs_error_becomes_one_sentence(closed_
 
 def test_one_process_waits_for_nobody() -> None:
     with meeting_ranks({"WORLD_SIZE": "1"}, 60.0, use_cpu=True):
-        assert waits._WAITS.lines(time.monotonic(), 0) == {}
+        assert waits.WAITS.lines(time.monotonic(), 0) == {}

@@ -48,7 +48,7 @@ def gpu(size: float) -> Room:
 
 @pytest.fixture(autouse=True)
 def tiny_models_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_WORTH_COUNTING", 10**18)
+    monkeypatch.setattr(memory, "WORTH_COUNTING", 10**18)
 
 
 @pytest.fixture(scope="module")
@@ -277,7 +277,7 @@ def test_the_estimate_of_a_layer_is_what_a_forward_keeps(
 
     (two, _), (three, shape) = kept(2), kept(3)
     work = Pass(pack.input_ids.numel(), 4, 2 if half else 4, 512)
-    estimate = pack.input_ids.numel() * memory._kept_per_position(shape, work)
+    estimate = pack.input_ids.numel() * memory.kept_per_position(shape, work)
     if half:
         estimate += 2 * shape.products
     assert two < three

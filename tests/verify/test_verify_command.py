@@ -17,7 +17,7 @@ from transformers import AutoConfig
 
 import lockstep.verify.stage
 from lockstep.cli.main import main
-from lockstep.cli.verify import VerifyArguments, _adapter_stage
+from lockstep.cli.verify import VerifyArguments, adapter_stage
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.verify import self_test
 from lockstep.verify.run import CHECKS
@@ -308,7 +308,7 @@ def test_on_a_gpu_faults_of_adapters_meet_an_engine_in_half_precision(
     monkeypatch.setattr(lockstep.verify.stage, "open_stage", recorded)
     for is_gpu, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_gpu=is_gpu: is_gpu)
-        with _adapter_stage(untied_dir, VerifyArguments(), config) as stage:
+        with adapter_stage(untied_dir, VerifyArguments(), config) as stage:
             assert stage == "a stage"
         assert opened.pop().engine_torch_dtype == dtype
         assert ("bfloat16" in capsys.readouterr().err) == is_gpu

@@ -22,7 +22,7 @@ from lockstep.cli.process.streams import code_of, open_streams
 from lockstep.errors import InputError, Interrupted, LockstepError, one_line
 from lockstep.report.say import complain, say
 
-_TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
+TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
 COMMANDS = {
     "demo": "train a 135M model on this machine, in minutes (grpo --recipe arithmetic)",
     "grpo": "train with GRPO",
@@ -45,7 +45,7 @@ COMMANDS = {
 # The modules of commands that stand in a room of their own.
 _WHERE = {name: f"past_runs.{name}" for name in ("compare", "rollouts", "merge", "evaluate", "report")}
 # What they make lies in files. The lines of the others are their result.
-_MAKES_FILES = (*_TRAINING, "demo", "serve", "gateway", "init", "report", "merge")
+_MAKES_FILES = (*TRAINING, "demo", "serve", "gateway", "init", "report", "merge")
 # They have few arguments and no fields.
 _LIGHT = ("init", "report", "compare", "rollouts", "completion")
 _WITH_OWN_HELP = ("serve", "merge", "audit", *_LIGHT)
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     if words and words[0] in COMMANDS and words[0] not in _LIGHT and not asks_for_help(given):
         start_anew_with_tunables()
         ending = EndAtOnce()
-    trains = bool(words) and words[0] in (*_TRAINING, "demo") and "--dry_run" not in given
+    trains = bool(words) and words[0] in (*TRAINING, "demo") and "--dry_run" not in given
     open_streams("the run goes on, and its figures are in metrics.jsonl of its directory" if trains else "")
     try:
         code = _main(words, is_process=True)
@@ -147,7 +147,7 @@ def _main(words: list[str], *, is_process: bool) -> int:
     if words[0] not in _WITH_OWN_HELP and asks_for_help(given):
         say(help_text(words[0], COMMANDS[words[0]], given), end="")
         return 0
-    if is_process and words[0] in _TRAINING:
+    if is_process and words[0] in TRAINING:
         split_in_two()
     return _guarded(lambda: _run(words[0], words[1:]))
 
@@ -157,7 +157,7 @@ def _run(command: str, words: list[str]) -> int:
         from lockstep.private_caches import use_private_caches
 
         use_private_caches()
-    if command in _TRAINING:
+    if command in TRAINING:
         from lockstep.cli.training import train
 
         return train(command, words)

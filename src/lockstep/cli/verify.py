@@ -189,7 +189,7 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
                 stack.close()
                 with (
                     rows_kept(verdicts, "adapters alone"),
-                    _adapter_stage(name, arguments, config_with({})) as adapted,
+                    adapter_stage(name, arguments, config_with({})) as adapted,
                 ):
                     if adapted is not None:
                         keep(run_self_test(adapted, progress, ADAPTER_FAULTS))
@@ -235,7 +235,7 @@ def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) ->
 
 
 @contextmanager
-def _adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterator[Stage | None]:
+def adapter_stage(name: str, arguments: VerifyArguments, config: Any) -> Iterator[Stage | None]:
     """A stage whose engine gets an adapter alone; None: the model cannot have one.
 
     Raises:

@@ -52,13 +52,13 @@ class waiting:
 
     def __enter__(self) -> Self:
         self.since = time.monotonic()
-        _WAITS.begin(self)
+        WAITS.begin(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _WAITS.end(self)
+        WAITS.end(self)
 
 
 class _Waits:
@@ -142,20 +142,20 @@ def _line(waits: list[waiting], now: float) -> str:
     return masked(" · ".join(filter(None, [words, first.now()])))
 
 
-_WAITS = _Waits()
-os.register_at_fork(after_in_child=_WAITS.forked)
+WAITS = _Waits()
+os.register_at_fork(after_in_child=WAITS.forked)
 # A thread that writes while the interpreter ends would end it with a fatal error.
 atexit.register(lambda: told_by(lambda line: None))
 
 
 def open_waits() -> str:
     """What this process waits for, in words, for a line that is printed now; empty if there is nothing."""
-    return _WAITS.told(time.monotonic())
+    return WAITS.told(time.monotonic())
 
 
 def told_by(say: Callable[[str], None] | None) -> None:
     """From now on give the lines to this function; None: to the log."""
-    _WAITS.say = say
+    WAITS.say = say
 
 
 @contextmanager

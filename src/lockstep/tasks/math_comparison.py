@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 # Seconds that math-verify may take for one expression and for one comparison.
 _PARSE_LIMIT, _COMPARE_LIMIT = 10, 5
 # Seconds for one pair in the worker process, longer than math-verify's own limits; and for the worker to start (sympy is slow).
-_PAIR_LIMIT, _START_LIMIT = 2 * _PARSE_LIMIT + _COMPARE_LIMIT + 5, 120.0
+PAIR_LIMIT, _START_LIMIT = 2 * _PARSE_LIMIT + _COMPARE_LIMIT + 5, 120.0
 UNREADABLE, SKIPPED, TIMED_OUT = "[unparseable]", "[skipped]", "[timed out]"
 
 
@@ -90,7 +90,7 @@ class Worker:
                 return Compared(**found)
             self._stop()
         _logger.warning(
-            f"comparing an answer with {reference!r:.80} took longer than {_PAIR_LIMIT:g} s or ended the process that "
+            f"comparing an answer with {reference!r:.80} took longer than {PAIR_LIMIT:g} s or ended the process that "
             f"compares; it scores 0: {text[-80:]!r}"
         )
         return Compared(reference, TIMED_OUT, 0.0)
@@ -118,7 +118,7 @@ class Worker:
             process.stdin.flush()
         except BrokenPipeError:
             return None
-        return _read_line(process, _PAIR_LIMIT)
+        return _read_line(process, PAIR_LIMIT)
 
     def _stop(self) -> None:
         if self._process is not None:

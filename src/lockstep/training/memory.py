@@ -246,7 +246,7 @@ def activation_bytes(shape: LayerShape, work: Pass) -> int:
     moment. docs/internals/training.md has the terms, and how far they were from what was measured.
     """
     positions, hidden = work.positions, shape.hidden
-    layer = positions * _kept_per_position(shape, work)
+    layer = positions * kept_per_position(shape, work)
     casts = shape.products * work.computed if work.computed < work.stream else 0
     inner = shape.inner * max(shape.experts, 1)
     passing = 3 * positions * inner * work.computed + casts
@@ -270,7 +270,7 @@ def activation_bytes(shape: LayerShape, work: Pass) -> int:
     return kept + ends + max(head, passing + (layer if whole < shape.layers else 0))
 
 
-def _kept_per_position(shape: LayerShape, work: Pass) -> int:
+def kept_per_position(shape: LayerShape, work: Pass) -> int:
     """Bytes per position that a layer keeps for its backward if it recomputes nothing."""
     stream, computed, hidden = work.stream, work.computed, shape.hidden
     # A norm computes in float32 and keeps its input and what it has normed; the input of half-precision weights is widened.
@@ -687,7 +687,7 @@ def check_memory(config: OnlineConfig, given: RunModels) -> None:
         # The model is then not where the trainer would put it.
         return
     room = room_of(config.device)
-    if _stored_bytes(given.model) * _WORTH_COUNTING < room.size:
+    if _stored_bytes(given.model) * WORTH_COUNTING < room.size:
         return
     try:
         memory = memory_of_run(config, given, room)
@@ -783,7 +783,7 @@ def replace_when(memory: RunMemory, name: str, when: str) -> RunMemory:
 # Changes that a message names.
 _CHANGES = 5
 # A model whose files have less than this part of the memory is too small to be counted.
-_WORTH_COUNTING = 1000
+WORTH_COUNTING = 1000
 
 
 def _stored_bytes(model: str | PreTrainedModel) -> float:

@@ -42,7 +42,7 @@ from lockstep.sync.wire.deltas import Changes, Piece, ReceivedWeights
 from lockstep.sync.wire.gloo import GLOO, NCCL, Receiver
 
 # Merged or cast tensors are loaded in parts of this size. In memory are two parts at most, and the tensors that vLLM still needs.
-_PART_BYTES = 16 << 20
+PART_BYTES = 16 << 20
 _BASE_LAYER = ".base_layer"
 
 
@@ -200,7 +200,7 @@ class InProcessWeightTransfer(_LayerwiseTransfer):
             # Load all tensors in one call, because vLLM searches the whole model for tied weights at the start of each load.
             self.load(list(tensors))
         else:
-            for part in chunks(tensors, _PART_BYTES):
+            for part in chunks(tensors, PART_BYTES):
                 self.load(part)
 
 

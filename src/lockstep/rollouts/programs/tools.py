@@ -43,7 +43,7 @@ T = TypeVar("T")
 # Characters of an error that the model reads.
 _LONGEST_ERROR = 300
 # Seconds that a quick call takes at most.
-_QUICK = 0.3
+QUICK = 0.3
 # The driver may wait for a function this long per call on average, after it has waited this long in all.
 _PER_CALL, _IN_ALL = 0.01, 0.5
 
@@ -300,7 +300,7 @@ class ToolCalls:
         begun, ends = time.monotonic(), dict[Any, float]()
         for task in quick:
             task.add_done_callback(lambda task: ends.setdefault(task, time.monotonic()))
-        _, late = await asyncio.wait(quick, timeout=_QUICK)
+        _, late = await asyncio.wait(quick, timeout=QUICK)
         self._slow |= {quick[task] for task in late}
         for name in set(quick.values()):
             own = [ends.get(task, time.monotonic()) - begun for task, of in quick.items() if of == name]

@@ -64,7 +64,7 @@ _BOOKKEEPING: dict[str, set[str]] = {
 }  # fmt: skip
 # What the receipt calls the weights under an adapter.
 BASE = "weights of the base model"
-_IGNORED = frozenset().union(*_BOOKKEEPING.values())
+IGNORED = frozenset().union(*_BOOKKEEPING.values())
 # Sizes that users of other libraries change when memory is short.
 _SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
 # A run may become longer. Its steps so far equal those of the longer run, unless the learning rate depends on the length.
@@ -73,7 +73,7 @@ _MAY_GROW = ("max_steps", "num_train_epochs")
 
 def is_bookkeeping(name: str) -> bool:
     """Whether a field may change when a run continues. This includes fields that hold a secret: they are never stored."""
-    return name in _IGNORED or is_secret_name(name)
+    return name in IGNORED or is_secret_name(name)
 
 
 def curve_settings(config: OnlineConfig) -> dict[str, Any]:

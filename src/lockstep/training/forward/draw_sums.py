@@ -12,7 +12,7 @@ from lockstep.to_device import sent
 # Number of tokens whose rows stay in a core's cache, and number whose rows a GPU copies at a time.
 _TOKENS, _TOKENS_ON_GPU = 8, 64
 # From this vocabulary on, a CPU takes one token at a time: three inner products, without a copy of its row, in a third of the time.
-_LONG_ROW = 4096
+LONG_ROW = 4096
 
 
 class DrawSums:
@@ -63,7 +63,7 @@ class DrawSums:
         rows, targets = rows[wanted], targets[wanted]
         own = probabilities[rows, targets]
         is_cpu = probabilities.device.type == "cpu"
-        if is_cpu and probabilities.shape[-1] >= _LONG_ROW:
+        if is_cpu and probabilities.shape[-1] >= LONG_ROW:
             self._one_by_one(places, rows, own, probabilities, scaled, means)
             return
         step = _TOKENS if is_cpu else _TOKENS_ON_GPU

@@ -49,7 +49,7 @@ _MOST_BLOCKS, _MOST_ROWS = 16, 1024
 # There masks are made once per pack with all of their columns, if they have at most this many numbers together (32 MiB in bf16).
 _MOST_PAIRS = 1 << 24
 # A custom operation of PyTorch cannot take a `TreeAttention` as an argument. It takes its number.
-_TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()
+TREES: WeakValueDictionary[int, TreeAttention] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -71,7 +71,7 @@ class TreeAttention:
     paths: PathAttention | None = None
 
     def __post_init__(self) -> None:
-        _TREES[id(self)] = self
+        TREES[id(self)] = self
 
     @classmethod
     def of(
@@ -193,7 +193,7 @@ def attend_as_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`attend` as one operation of PyTorch. `recomputation.py` then keeps its result only, without the parts."""
-    return attend(query, key, value, _TREES[tree], scale)
+    return attend(query, key, value, TREES[tree], scale)
 
 
 class _Merged(torch.autograd.Function):
