@@ -291,12 +291,13 @@ def check(
             lambda those: score_all(policy, those, run, TokenEvidence()).entropies,
         )
         prepared = generation.with_step(step, shape["micro"], sequences)
-        sums = UpdateSums(TokenEvidence())
+        evidence = TokenEvidence()
+        sums = UpdateSums(evidence)
         for micro in prepared.micro_batches[step * shape["micro"] : (step + 1) * shape["micro"]]:
             with kept():
                 learn(policy, micro, objective, PhaseClock(), sums, Unwatched())
         logged.append(sums.tally.figures() | objective.finish_step(sums.tally))
-        assert kept(sums.evidence).gap.tokens == sum(len(s.behaviour_logps) for s in sequences)
+        assert evidence.gap.tokens == sum(len(s.behaviour_logps) for s in sequences)
         loss, wanted = sums.loss, expected_loss.item()
         assert abs(loss - wanted) <= subject.relative * abs(wanted) + subject.loss_floor, (loss, wanted)
         assert_same(gradients(*subject.parts), expected, subject)

@@ -352,7 +352,7 @@ def test_scores_of_a_generation_come_back_by_name() -> None:
         for i in range(4)
     ]
     found = score_all(policy_of(model), sequences, config(), TokenEvidence())
-    logps, gap = found.logps, found.gap
+    logps, gap = found.logps, kept(found.evidence).gap
     with torch.no_grad():
         expected, _ = padded_logps(model, sequences, 1.0)
     for i, s in enumerate(sequences):
