@@ -48,7 +48,8 @@ from lockstep.watch.modules import ModuleProbe, ProbeRecord
 from lockstep.watch.optimizer_settings import Change
 from lockstep.watch.push import ProvenPusher, PushProof
 from lockstep.watch.quantised_gap import QuantisationError
-from lockstep.watch.receipt import RECEIPT, Receipt, figures, start_line, step_line
+from lockstep.watch.receipt import RECEIPT, Receipt
+from lockstep.watch.receipt_lines import figures, start_line, step_line
 from lockstep.watch.rescoring import sampled_logps
 from lockstep.watch.samples import Seeds, check_samples
 from lockstep.watch.settings import SettingsProof

@@ -1,0 +1,107 @@
+"""The lines of a run's receipt: what the proofs at its start and at each step have found, as JSON types.
+
+They need the proofs, and so PyTorch. `watch/receipt.py` reads and writes receipts without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from lockstep.contract.protocol import EngineSettings
+from lockstep.watch.gap import GapStats, JudgedGap
+from lockstep.watch.push import ProvenPusher
+from lockstep.watch.tolerances import Tolerance
+
+
+def start_line(step: int, pusher: ProvenPusher, settings: EngineSettings, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of a run's start, after the first push and its canary.
+
+    Args:
+        more: further fields of the run.
+    """
+    proof = pusher.proof
+    assert proof is not None
+    assert proof.canary is not None
+    probed = proof.probe
+    return {
+        "kind": "start",
+        "step": step,
+        "version": step,
+        "engine": {key: str(value) for key, value in asdict(settings).items()},
+        "limits": {
+            **asdict(pusher.limit),
+            "max": pusher.limit.largest(proof.canary.tokens),
+            "module_probe": probed.limit,
+        },
+        "modules": {"probed": probed.modules, "unreached": list(probed.unreached)},
+        "canary": figures(proof.canary, pusher.limit),
+        **_of_push(pusher),
+        **more,
+    }
+
+
+def step_line(
+    step: int,
+    version: int,
+    pusher: ProvenPusher,
+    gap: GapStats,
+    limit: Tolerance,
+    judged: JudgedGap,
+    waiting: GapStats,
+    more: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The line of a step whose proofs have passed.
+
+    Args:
+        gap: over the tokens that the weights of `version` sampled, except the tokens that are left aside.
+        limit: the limits that the largest gap was compared with.
+        judged: the gap whose means were compared with their limits, over the tokens of this step, or of this and earlier ones;
+            empty if they wait for more tokens.
+        waiting: the tokens that wait.
+        more: further fields of the step.
+    """
+    assert pusher.proof is not None
+    push = pusher.proof.push
+    return {
+        "kind": "step",
+        "step": step,
+        "version": version,
+        "digest": push.digest,
+        "tensors": push.tensors,
+        "modules_probed": pusher.proof.probe.modules,
+        **_of_push(pusher),
+        "checked_tokens": gap.tokens,
+        "sum_abs_gap": gap.sum_abs,
+        "max_abs_gap": gap.max_abs,
+        "max_allowed": limit.largest(gap.tokens),
+        "sum_k3": gap.sum_k3,
+        "sum_cubes": gap.sum_cubes,
+        "sum_fourths": gap.sum_fourths,
+        "worst_request": gap.worst,
+        **({"judged": found} if (found := judged.figures()) else {}),
+        **({"waiting": asdict(waiting)} if waiting.tokens else {}),
+        **more,
+    }
+
+
+def figures(gap: GapStats, limit: Tolerance | None = None) -> dict[str, float]:
+    """The figures of a gap, and the limit that its largest one was compared with."""
+    found = {"tokens": gap.tokens, "mean_abs_gap": gap.mean_abs, "max_abs_gap": gap.max_abs, "k3": gap.k3}
+    return found if limit is None else {**found, "max_allowed": limit.largest(gap.tokens)}
+
+
+def _of_push(pusher: ProvenPusher) -> dict[str, Any]:
+    """What the last probe has found; for an engine in 8 bits, also its codes, its quantisation error and its second canary."""
+    assert pusher.proof is not None
+    probed, found = pusher.proof.probe, pusher.quantisation
+    name, error = probed.worst
+    fields: dict[str, Any] = {"worst_module": {"name": name, "error": error}}
+    if found is not None:
+        fields["quantisation"] = {"codes": probed.codes, **found.figures()}
+        whole = {"canary": found.with_whole_inputs, "sampled": found.sampled_with_whole_inputs}
+        fields["quantisation"] |= {
+            f"{name}_with_whole_inputs": figures(gap) for name, gap in whole.items() if gap is not None
+        }
+    return fields
