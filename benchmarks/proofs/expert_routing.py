@@ -25,8 +25,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
-from lockstep.contract.scored_as import Distribution
 from lockstep.verify.stage import Stage
 from lockstep.watch.gap_explained import experts_of
 from lockstep.watch.rescoring import sampled_logps

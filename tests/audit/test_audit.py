@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 from lockstep.audit import evidence
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.cli.main import main
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 
 
 @pytest.fixture(scope="module")

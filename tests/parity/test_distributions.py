@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.sampling import Grammar, Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.tokens.kept_ids import KeptIds
 
 PROMPT, OUTPUT = [3, 4, 4], [5, 4]

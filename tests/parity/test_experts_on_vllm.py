@@ -12,7 +12,7 @@ from model_families import save_family
 from stages import stage_on
 
 from benchmarks.proofs.expert_routing import measured_on
-from lockstep.contract.scored_as import Distribution
+from lockstep.contract.distribution import Distribution
 from lockstep.errors import ProofError
 from lockstep.verify.faults.weights import FAULTS
 from lockstep.verify.stage import Stage

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tiny import make_model
 from transformers import PreTrainedModel
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.filters import filtered, shaped_logits
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny import make_model
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.filters import filtered
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.models.autocast import Precision
 from lockstep.tokens.kept_ids import KeptIds
 from lockstep.verify.logprob_checks import semantics_row

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.audit.evidence import Scored, Values, score
-from lockstep.contract.scored_as import Distribution
+from lockstep.contract.distribution import Distribution
 from lockstep.models.autocast import Precision
 
 # An explanation counts only if it leaves less than this share of the gap.

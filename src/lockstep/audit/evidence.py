@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from lockstep.audit.dumps import AuditedRollout
-from lockstep.contract.scored_as import Distribution
+from lockstep.contract.distribution import Distribution
 from lockstep.models.autocast import Precision
 from lockstep.watch.bets import TokenDraws
 from lockstep.watch.rescoring import logit_chunks

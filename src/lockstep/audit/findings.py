@@ -13,8 +13,8 @@ import torch
 from lockstep.audit.causes import Cause, Suspects, explain, mean_gap
 from lockstep.audit.dumps import AuditedRollout
 from lockstep.audit.evidence import Scored, Values, score
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.models.autocast import Precision
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.bets import BETS, TokenDraws

@@ -65,8 +65,8 @@ def run(words: list[str]) -> int:
         from lockstep.audit.findings import DIFFER, audit
         from lockstep.audit.server import server_logprobs
         from lockstep.cli.process.quiet import quiet_libraries
+        from lockstep.contract.distribution import Distribution
         from lockstep.contract.sampling import Sampling
-        from lockstep.contract.scored_as import Distribution
         from lockstep.models.autocast import Precision
         from lockstep.models.policy import load_policy
         from lockstep.models.resolve import resolve_model

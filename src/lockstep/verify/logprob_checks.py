@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.contract.tensors import dtype_name
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
-from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.to_device import on_host, sent
 from lockstep.watch.in_float64 import Move, Widened

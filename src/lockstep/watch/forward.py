@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
-from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.training.methods.objective import TokenBatch

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion, Engine, ProbedEngine
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import causal_model

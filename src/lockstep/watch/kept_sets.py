@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import SmallIds
 from lockstep.watch.filter_bounds import FilterBounds

@@ -34,9 +34,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.errors import LockstepError, ProofError
 from lockstep.models.quantised import is_quantised
 from lockstep.shards.model import sharded

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
-from lockstep.contract.scored_as import Distribution
 from lockstep.models.adapters import causal_model
 from lockstep.models.logits import transformed_logits
 from lockstep.to_device import sent

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Engine
-from lockstep.contract.scored_as import Distribution
 from lockstep.errors import foreign_errors
 from lockstep.models.autocast import Precision
 from lockstep.sync.adapters.push import AdapterPusher

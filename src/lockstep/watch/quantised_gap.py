@@ -23,9 +23,9 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.definitions.quantisation import quantised_linear, quantised_rows
 from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import Precision, autocast_dtype

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import torch
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
-from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.tokens.arrays import whole_numbers
 from lockstep.watch.canary import canary_gap, check_canary

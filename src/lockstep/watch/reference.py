@@ -17,8 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lockstep.contract.device_digest import key_for
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
-from lockstep.contract.scored_as import Distribution
 from lockstep.contract.tensors import digests_of
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision

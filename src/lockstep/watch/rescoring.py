@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.errors import LockstepError, foreign_errors
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.models.adapters import causal_model, head_name

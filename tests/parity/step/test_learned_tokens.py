@@ -11,9 +11,9 @@ import pytest
 import torch
 from tiny import make_model
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.contract.distribution import Distribution
 from lockstep.contract.grammars import GrammarCompiler
 from lockstep.contract.sampling import Sampling
-from lockstep.contract.scored_as import Distribution
 from lockstep.tokens.arrays import Flags, Ids, chosen, places_of
 from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import embedding_rows
