@@ -68,7 +68,7 @@ def private_touches(house: House) -> list[tuple[str, int, str]]:
     own = {name for name in own if name.startswith("_") and not name.startswith("__") and name != "_"}
     out = []
     for path in sorted((house.root / "tests").rglob("*.py")):
-        tree, others = ast.parse(path.read_text()), set()
+        tree, others = ast.parse(path.read_text(encoding="utf-8")), set()
         for n in ast.walk(tree):
             if isinstance(n, ast.Import):
                 others |= {(a.asname or a.name).split(".")[0] for a in n.names if not a.name.startswith("lockstep")}
@@ -134,7 +134,7 @@ def mutations_with_paths(house: House) -> tuple[int, int]:
     path = house.root / "scripts" / "mutation_cases.py"
     if not path.exists():
         return 0, 0
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     top: dict[str, ast.AST] = {n.name: n for n in tree.body if isinstance(n, FUNCTIONS)}
     lists: list[ast.expr] = []
     for n in tree.body:
@@ -225,7 +225,7 @@ def field_places(house: House) -> dict[str, list[str]]:
         for name in told & own:
             where[name].add(house.file(module))
     for path in house.package.rglob("*.json"):
-        for name in own & set(re.findall(r'"(\w+)"', path.read_text())):
+        for name in own & set(re.findall(r'"(\w+)"', path.read_text(encoding="utf-8"))):
             where[name].add(str(path.relative_to(house.package)))
     return {name: sorted(files) for name, files in where.items()}
 
@@ -239,7 +239,7 @@ def rooms_reached(house: House) -> set[str]:
 
 def words(house: House) -> int:
     """Words of all pages below docs/."""
-    return sum(len(path.read_text().split()) for path in (house.root / "docs").rglob("*.md"))
+    return sum(len(path.read_text(encoding="utf-8").split()) for path in (house.root / "docs").rglob("*.md"))
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------

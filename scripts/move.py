@@ -438,7 +438,11 @@ def main() -> int:
     arguments = parser.parse_args()
     root = Path(
         subprocess.run(
-            ["git", "rev-parse", "--show-toplevel"], check=True, capture_output=True, text=True
+            ["git", "rev-parse", "--show-toplevel"],
+            check=True,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
         ).stdout.strip()
     )
     paths, moves = arguments.paths, []

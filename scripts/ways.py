@@ -116,7 +116,7 @@ class House:
         for path in sorted(self.package.rglob("*.py")):
             parts = path.relative_to(self.package.parent).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            self.modules[name] = Module(name, path, path.read_text(), parts[1])
+            self.modules[name] = Module(name, path, path.read_text(encoding="utf-8"), parts[1])
         self.places: dict[str, list[tuple[Module, Def, ast.ClassDef | None]]] = defaultdict(list)
         for module in self.modules.values():
             for node in module.top.values():

@@ -76,12 +76,12 @@ ASKED: dict[str, tuple[Work, str, str]] = {
     ),
     "score": (
         lambda engine, pusher: engine.score({"a": (5, 6, 7)}),
-        "_model.model.forward",
+        "model.model.forward",
         "transformers failed while it scored sequences",
     ),
     "sample": (
         lambda engine, pusher: engine.generate([REQUEST]),
-        "_model.forward",
+        "model.forward",
         "transformers failed while it sampled",
     ),
 }

@@ -175,7 +175,7 @@ def test_a_redirect_must_be_allowed_too(place: Place) -> None:
     [
         ("/none.png", {}, "cannot be fetched: the server answers with status 404"),
         ("/text.png", {}, "a picture cannot be read"),
-        ("/1.png", {"_LARGEST": 9}, "cannot be fetched: the server sent more than 9 bytes"),
+        ("/1.png", {"LARGEST": 9}, "cannot be fetched: the server sent more than 9 bytes"),
         ("/1.png", {"_TIME": -1.0}, "cannot be fetched: it takes longer than -1 s"),
     ],
 )
