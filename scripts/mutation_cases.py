@@ -109,7 +109,7 @@ LOADED_FILES = "tests/models/test_one_loader.py"
 PICTURE_FILES = "tests/images/test_files_of_pictures.py::test_other_formats_are_refused_whatever_the_name_says"
 PRIVATE = "tests/cli/test_private_caches.py"
 LEARNED = "tests/parity/step/test_learned_tokens.py"
-LATER_STEPS = "tests/faults/test_faults_in_runs.py::test_the_proofs_of_these_runs_catch_what_only_they_see"
+EVENTS = "tests/training/test_events.py"
 AHEAD = "tests/training/test_staleness_in_process.py"
 SCORED_AGAIN = f"{AHEAD}::test_an_engine_that_scores_the_tokens_otherwise_now_is_seen"
 COMPARED_AHEAD = f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens"
@@ -1597,7 +1597,19 @@ MUTATIONS = [
         "no forward of a later step is drawn",
         "if moved or generation.fresh_tokens != generation.sampled_tokens:",
         "if generation.fresh_tokens != generation.sampled_tokens:",
-        LATER_STEPS,
+        f"{EVENTS}::test_every_proof_of_the_watch_is_made_at_its_event",
+    ),
+    Mutation(
+        "events: what flows back to the log-probs is compared",
+        "        self._flow.check()\n",
+        "        pass\n",
+        f"{EVENTS}::test_every_proof_of_the_watch_is_made_at_its_event",
+    ),
+    Mutation(
+        "events: the advantages of what was left aside are compared",
+        "            check_still(self.expected, sequences)\n",
+        "            pass\n",
+        f"{EVENTS}::test_every_proof_of_the_watch_is_made_at_its_event",
     ),
     Mutation(
         "the engine's new scores are not compared",
@@ -3909,19 +3921,19 @@ MUTATIONS = [
         "events: the hooks are compared before the sums of a step leave their rank",
         "            self._watch.summing()\n            return self._sums.data()",
         "            return self._sums.data()",
-        "tests/training/test_events.py",
+        EVENTS,
     ),
     Mutation(
         "events: what was left aside is told",
         "        watch.aside(still)\n",
         "",
-        "tests/training/test_events.py",
+        EVENTS,
     ),
     Mutation(
         "events: nothing is pushed before the watch has heard of it",
         "        self.watch.pushing(version)\n",
         "",
-        "tests/training/test_events.py",
+        EVENTS,
     ),
     Mutation(
         "the engine of a run on the CPU takes the GPU",

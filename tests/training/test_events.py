@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from methods import GROUPS, make, parameters
+from methods import GROUPS, PROMPTS, make, parameters
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
+from lockstep.models.policy import load_policy
 from lockstep.training.events import Watch
+from lockstep.watch import run as watching
+from lockstep.watch.custody import SampledTokens
+from lockstep.watch.forward import PlainForward
+from lockstep.watch.hooks import HeldHooks
+from lockstep.watch.kept_sets import KeptSetProof
+from lockstep.watch.loss_gradient import LossGradient
+from lockstep.watch.model_gradient import ModelGradient
+from lockstep.watch.reference import FrozenWeights
+from lockstep.watch.rewards import AskedAgain
 from lockstep.watch.run import RunWatch
+from lockstep.watch.settings import SettingsProof
+from lockstep.watch.update import UpdateProof
 
 # In the order of a step that is cut into two micro-batches. `backward` is a context: it is noted where it begins.
 STEP = [
@@ -77,6 +90,49 @@ def test_a_proof_that_fails_at_any_event_before_the_optimizer_keeps_the_weights(
                 run.train()
         assert all(value.equal(before[key]) for key, value in parameters(run.model).items()), name
         assert run.state.global_step == 0
+
+
+# What the events call: functions by the name under which the watch has them, and methods of its proofs.
+CALLED = [
+    *((watching, name) for name in vars(watching) if name.startswith("check_")),
+    (SampledTokens, "check_part"),
+    (LossGradient, "check"),
+    (PlainForward, "check"),
+    (KeptSetProof, "check"),
+    (SettingsProof, "check_reward"),
+    (SettingsProof, "check_logps"),
+    (AskedAgain, "check"),
+    (HeldHooks, "check"),
+    (ModelGradient, "begin"),
+    (ModelGradient, "finish"),
+    (FrozenWeights, "check"),
+    (FrozenWeights, "check_elements"),
+    *((UpdateProof, name) for name in ("begin_step", "gradients", "clipped", "before", "after")),
+]
+
+
+def test_every_proof_of_the_watch_is_made_at_its_event(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With this seed a part of the first step's gradient is compared.
+    fields = {**FIELDS, "gradient_accumulation_steps": 1, "num_iterations": 2, "max_steps": 2, "top_p": 0.9, "seed": 10}
+    run = make("GRPO", untied_dir, tmp_path, hf_engine, fields, eval_dataset=PROMPTS, ref_model=load_policy(untied_dir))
+    calls: Counter[str] = Counter()
+
+    def counting(name: str, real: Any) -> Any:
+        def called(*given: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return real(*given, **named)
+
+        return called
+
+    for owner, name in CALLED:
+        monkeypatch.setattr(owner, name, counting(f"{owner.__name__}.{name}", getattr(owner, name)))
+    run.train()
+    run.evaluate()
+    assert [f"{owner.__name__}.{name}" for owner, name in CALLED if not calls[f"{owner.__name__}.{name}"]] == []
+    # One micro-batch a step; the policy has moved before the second one.
+    assert (calls["LossGradient.check"], calls["PlainForward.check"]) == (2, 1)
 
 
 def test_the_watch_of_a_run_has_every_event() -> None:

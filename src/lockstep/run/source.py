@@ -96,7 +96,7 @@ class RolloutSource:
     ) -> None:
         self._tokenizer = tokenizer
         self._config, self._clock, self._ranks = config, clock, ranks
-        self.policy, self._settings, self.images = policy, settings, images
+        self.policy, self.images = policy, images
         self._end_ids = end_ids(causal_model(policy), tokenizer)
         interruption = interruption_of(config, tokenizer)
         self._one_turn: Program = single_turn if interruption is None else interrupted(interruption, self.sampling)

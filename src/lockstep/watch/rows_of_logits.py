@@ -104,9 +104,6 @@ class DrawnRows:
         self._logps.append(logps.detach()[here])
         self._hidden.append(hidden.flatten(0, 1)[pack.predictors[here]])
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def check(self, policy: Policy) -> KeptSetStats:
         """Check the drawn tokens with a policy whose weights are still those of their forwards. The rows are forgotten then.
 

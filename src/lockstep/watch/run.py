@@ -292,9 +292,8 @@ class RunWatch:
         self.hooks.check()
 
     def summed(self, total: UpdateSums) -> None:
-        generation, evidence = self._generation, total.evidence
+        generation, evidence = self._generation, kept(total.evidence)
         assert generation is not None
-        assert isinstance(evidence, TokenEvidence)
         if self._config.single_update:
             check_count(evidence.difference, generation.sampled_tokens - generation.aside_tokens, generation.version)
             self._judge(evidence, generation, self._step + 1)
