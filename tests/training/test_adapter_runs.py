@@ -121,7 +121,7 @@ def test_an_adapters_dropout_is_off(untied_dir: str, tmp_path: Path, hf_engine: 
 def test_a_run_that_forgets_the_adapter_is_stopped(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lockstep.watch.push as module
+    import lockstep.run.source as module
 
     real, base = module.push_weights, make_model()
     monkeypatch.setattr(module, "push_weights", lambda model, engine, version: real(base, engine, version))

@@ -343,9 +343,7 @@ class RunWatch:
 
     def _judge(self, evidence: TokenEvidence, generation: Generation, step: int, *, record: bool = True) -> None:
         """The gap and the draws of a whole generation, on the rank that holds the engine."""
-        self._engine.generations.check(
-            evidence.gap, evidence.draws, evidence.kept_sets, generation, step, record=record
-        )
+        self._engine.proofs.check(evidence.gap, evidence.draws, evidence.kept_sets, generation, step, record=record)
 
     def _prove_backward(self, check: Callable[[int], Checked]) -> None:
         """Check the model's backward on every rank, log what was found, and write into the receipt what could not be proven."""
