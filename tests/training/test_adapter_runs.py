@@ -21,7 +21,7 @@ from lockstep.models.adapter_files import Base, read_base
 from lockstep.models.adapters import is_adapted
 from lockstep.models.base_digest import base_digest
 from lockstep.models.quantised import is_quantised
-from lockstep.sync.source import weights_of
+from lockstep.sync.push import weights_of
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

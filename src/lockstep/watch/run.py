@@ -36,7 +36,7 @@ from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.scores.rewards import Scorer
-from lockstep.sync.live import check_same_parameters
+from lockstep.sync.push import check_same_parameters
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.events import Evidence
 from lockstep.training.forward.scoring import TokenScores

@@ -17,8 +17,8 @@ from lockstep.contract.protocol import WeightReceiver
 from lockstep.contract.tensors import Begun, LoadedWeights, TensorSpec
 from lockstep.models.checkpoint_names import expert_names
 from lockstep.shards.model import ShardedModel
-from lockstep.sync.push import SyncRecord, Update
-from lockstep.sync.source import PlainSource
+from lockstep.sync.push import SyncRecord
+from lockstep.sync.source import PlainSource, Update
 from lockstep.sync.wire.deltas import NO_CHANGES, Piece, apply_changes, changes_between, part_of
 from lockstep.verify.faults.seams import (
     Fault,
