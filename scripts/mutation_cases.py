@@ -81,7 +81,7 @@ BRANCHES = "tests/training/test_branches.py"
 FILTER_FIELDS = "tests/training/test_filter_fields.py"
 LET_SLEEP = "tests/sync/test_let_sleep.py"
 WORKER_START = "tests/engines/test_worker_start.py"
-ENDS_SENT = "tests/engines/test_vllm_requests.py::test_a_request_that_names"
+ENDS_SENT = "tests/engines/test_vllm_requests.py::test_a_request_that_names_its_end_tokens_leaves_vllm_no_others"
 ENGINE_CHOICE = "tests/training/test_engine_choice.py"
 MEMORY = "tests/training/test_memory.py"
 ADAPTED_MODELS = "tests/models/test_adapted_models.py"
@@ -2606,7 +2606,7 @@ MUTATIONS = [
         "text is streamed only when the turn is finished",
         "partial=inbox.is_watched(request.key)",
         "partial=False",
-        "tests/gateway/test_on_vllm.py::test_text_is_streamed_while_vllm_samples_and_the_ids_are_recorded_as_sampled",
+        "tests/gateway/test_on_vllm.py::test_text_is_streamed_while_vllm_samples_and_the_ids_are_recorded_as_sampled[chat]",
     ),
     Mutation(
         "a turn that differs from its stream is taken for the answer",
@@ -3760,7 +3760,7 @@ MUTATIONS = [
         "kept ids: every runner of vLLM with Triton searches the edge of top-p",
         "return bool(HAS_TRITON)",
         "return False",
-        "tests/engines/test_second_runner.py::test_an_engine_says_whether_vllm_searches_the_edge_of_top_p",
+        "tests/engines/test_second_runner.py::test_an_engine_says_whether_vllm_searches_the_edge_of_top_p[True]",
     ),
     Mutation(
         "kept ids: a search of halves may miss more than a ladder",
