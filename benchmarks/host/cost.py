@@ -240,9 +240,10 @@ def from_vllm(request: GenerationRequest, length: int, vocabulary: int, watch: R
         sample = SimpleNamespace(
             token_ids=ids, logprobs=entries, finish_reason="length", weight_versions=stamps, sampling_mask=None
         )
-        output: Any = SimpleNamespace(outputs=[sample], prompt_token_ids=request.prompt_ids.tolist())
+        prompt = request.prompt_ids.tolist()
+        output: Any = SimpleNamespace(outputs=[sample], prompt_token_ids=prompt, lora_request=None)
     with watch.row(_IN_PROCESS):
-        return completion(request.key, output, filtered=False)
+        return completion(request.key, output, filtered=False, adapter=None)
 
 
 def made_up_tokens(request: GenerationRequest, length: int, vocabulary: int) -> tuple[list[int], list[float]]:

@@ -39,9 +39,9 @@ def test_in_one_call_vllm_computes_a_prompt_once_and_a_shared_prefix_once(
     ]
     completion, cached = vllm_inprocess.completion, {}
 
-    def noted(key: RequestKey, output: object, *, filtered: bool) -> object:
+    def noted(key: RequestKey, output: object, **how: object) -> object:
         cached[key] = output.num_cached_tokens  # type: ignore[attr-defined]
-        return completion(key, output, filtered=filtered)
+        return completion(key, output, **how)
 
     monkeypatch.setattr(vllm_inprocess, "completion", noted)
     tied_vllm.generate(requests)
