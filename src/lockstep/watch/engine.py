@@ -5,6 +5,7 @@
 | start, before anything is sampled (an evaluation too) | one push with a probe of every module, and the canary |
 | every push | those of `watch/push.py` |
 | every answer | `settings`, `limits`, `ends` |
+| every rollout | `turns` |
 | every generation | `placeholder`, `samples`, `limits`, `interruption` |
 | every generation, with `max_staleness` | `staleness`; drawn tokens are asked again, and compared ahead (`watch/ahead.py`) |
 | every optimizer step, before the optimizer; every evaluation | `gap`, `draws`, `kept_ids` (the mean) |
