@@ -974,7 +974,7 @@ MUTATIONS = [
     Mutation("changes beside their places", "dtype=np.int64) - 1", "dtype=np.int64)", CHANGES),
     Mutation("minus zero and NaN", "tensor.flatten().view(bits).numpy()", "tensor.flatten().float().numpy()", CHANGES),
     Mutation("changes for an engine that was started again", "and base != self._earlier_digest", "and False", CHANGES),
-    Mutation("a whole push after a failed proof", "if not trusted:", "if False:", CHANGES),
+    Mutation("a whole push after a failed proof", "if not self._trusted:", "if False:", CHANGES),
     Mutation(
         "one scale for a whole weight",
         "numbers.abs().amax(dim=-1, keepdim=True)",

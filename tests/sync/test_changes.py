@@ -20,8 +20,8 @@ from tiny import make_model
 from lockstep.contract.tensors import HeldWeights, LoadedWeights, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
-from lockstep.sync.push import LastPush, Update, forget_push, push_weights
-from lockstep.sync.source import PlainSource
+from lockstep.sync.push import forget_push, push_weights
+from lockstep.sync.source import LastPush, PlainSource, Update
 from lockstep.sync.wire import deltas
 from lockstep.sync.wire.deltas import NO_CHANGES, Changes, ReceivedWeights, apply_changes, changes_between, part_of
 from lockstep.sync.wire.gloo import GlooTransport

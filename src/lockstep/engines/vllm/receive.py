@@ -35,7 +35,7 @@ from lockstep.engines.vllm.port.reload import (
     restore_expert_kernels,
     restore_unloaded,
 )
-from lockstep.sync.push import Update
+from lockstep.sync.source import Update
 from lockstep.sync.wire import cuda_ipc, shared_memory
 from lockstep.sync.wire.chunks import Named, chunks
 from lockstep.sync.wire.deltas import Changes, Piece, ReceivedWeights
