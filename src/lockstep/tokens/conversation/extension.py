@@ -16,11 +16,11 @@ from transformers.utils import get_json_schema
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined
+from lockstep.tokens.chat import Content, Message, Template
 from lockstep.tokens.clock import NAME_IN_TEMPLATES
 from lockstep.tokens.conversation.continuation import Branch, Continuation, Insert, closing_tokens
 from lockstep.tokens.conversation.extension_proof import CALLS, REFUSED, proven_cases
 from lockstep.tokens.conversation.family_renderer import FamilyRenderer
-from lockstep.tokens.conversation.template import Content, Message, Template
 from lockstep.tokens.conversation.tool_calls import schemas_of
 from lockstep.tokens.conversation.tool_formats import ToolCall
 from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
