@@ -35,8 +35,7 @@ from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.environments import Factory
 from lockstep.rollouts.programs.rollout_func import Bounds
-from lockstep.rollouts.scores.reward_functions import Given, ProcessingClasses, entries_of, reward_scorer
-from lockstep.rollouts.scores.rewards import Scorer
+from lockstep.rollouts.scores.rewards import Given, ProcessingClasses, Scorer, entries_of, reward_scorer
 from lockstep.run.engine import check_engine_arguments, refuse_before_loading
 from lockstep.run.files.changes import Changes
 from lockstep.run.files.completion_log import show_generation
@@ -109,8 +108,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
     Args:
         model: name, directory or hub id (see `lockstep.models.resolve`), or a loaded causal language model whose
             `config.name_or_path` the engine can load too.
-        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.scores.rewards`). A reward
-            model, or its directory or hub id, may stand in place of a function (see `lockstep.rollouts.scores.reward_functions`).
+        reward_funcs: one reward function or several, with TRL's convention. A reward model, or its directory or hub id, may stand
+            in place of a function (see `lockstep.rollouts.scores.rewards`).
         args: the configuration; default: the method's configuration with its defaults.
         train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards. Of a
             `datasets.IterableDataset` the rows that `max_steps` need are read at once, and used in their order.
