@@ -750,6 +750,12 @@ MUTATIONS = [
         "True, sum(lengths)",
         DRIVER,
     ),
+    Mutation(
+        "no rollout is compared with the answers to it",
+        "record.check(rollout)",
+        "pass",
+        "tests/rollouts/test_record.py::test_a_rollout_that_differs_from_its_answers_is_refused",
+    ),
     Mutation("one seed for all calls of a rollout", 'derived_seed(seed, "going on")', "seed", DRIVER),
     Mutation(
         "a branch that overflows the context",
@@ -2866,6 +2872,18 @@ MUTATIONS = [
         "if (found := np.isin(ids, banned)).any():",
         "if (found := np.isin(ids, ())).any():",
         f"{PICTURE_RUNS}::test_a_placeholder_that_an_engine_samples_all_the_same_is_found",
+    ),
+    Mutation(
+        "no generation is searched for placeholders",
+        "check_placeholders(branches_of(groups), self._settings.banned)",
+        "pass",
+        f"{PICTURE_RUNS}::test_a_placeholder_that_an_engine_samples_all_the_same_is_found",
+    ),
+    Mutation(
+        "an answer of another adapter is taken",
+        "if used != adapter:",
+        "if False:",
+        "tests/faults/test_adapter_faults.py",
     ),
     Mutation(
         "an answer after other pictures is taken",
