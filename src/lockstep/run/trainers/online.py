@@ -336,7 +336,7 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._eval_prompts = prompts
 
     def _prompts_of(self, datasets: Mapping[str, Dataset], longest: int) -> dict[str, list[Prompt]]:
-        """Prompts of data sets. A prompt and its completion may have `longest` tokens together, if the context has room for them."""
+        """Prompts of data sets. A prompt and its completion may have `longest` tokens together, or as many as the model allows."""
         return read_prompts(
             datasets,
             self._opened.tokenizer,
