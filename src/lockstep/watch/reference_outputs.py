@@ -77,8 +77,8 @@ class ReferenceOutputs:
         )
 
 
-def _logps(model: PreTrainedModel, precision: Precision) -> torch.Tensor:
+def _logps(scorer: PreTrainedModel, precision: Precision) -> torch.Tensor:
     """(N,) log-probs of all tokens of the canary but the first ones."""
-    with casting_once(model, precision):
-        sequences = canary_sequences(embedding_rows(model), _CONTEXT).values()
-        return torch.cat([completion_logps(model, ids[:1], ids[1:], Sampling(1), precision) for ids in sequences])
+    with casting_once(scorer, precision):
+        sequences = canary_sequences(embedding_rows(scorer), _CONTEXT).values()
+        return torch.cat([completion_logps(scorer, ids[:1], ids[1:], Sampling(1), precision) for ids in sequences])
