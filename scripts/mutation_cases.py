@@ -114,6 +114,7 @@ AHEAD = "tests/training/test_staleness_in_process.py"
 SCORED_AGAIN = f"{AHEAD}::test_an_engine_that_scores_the_tokens_otherwise_now_is_seen"
 COMPARED_AHEAD = f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens"
 FROZEN = "tests/parity/step/test_frozen_weights.py"
+REFERENCE_FAULTS = "tests/faults/test_reference_faults.py"
 SETTINGS = "tests/parity/test_user_settings.py"
 KEPT_SETS = "tests/parity/test_kept_sets.py"
 GROUPS_ASIDE = "tests/training/test_groups_aside.py"
@@ -1634,6 +1635,30 @@ MUTATIONS = [
         "if False and not (mean <= limit.mean_of",
         FROZEN,
         within="check_reference_scores",
+    ),
+    Mutation(
+        "reference_outputs: a reference that computes with trained weights",
+        "        if torch.equal(now, due):",
+        "        if True:",
+        REFERENCE_FAULTS,
+    ),
+    Mutation(
+        "reference_outputs: a reference that has followed the policy begins anew",
+        "self._kept[0] is not frozen or ",
+        "",
+        REFERENCE_FAULTS,
+    ),
+    Mutation(
+        "reference_outputs: a forward that does not repeat its bits is no fault",
+        "        if not all(torch.equal(_logps",
+        "        if all(torch.equal(_logps",
+        REFERENCE_FAULTS,
+    ),
+    Mutation(
+        "events: the reference's outputs are compared",
+        '        self._ranks.share("reference outputs", lambda: self._outputs.check(scorer, self.frozen, precision))\n',
+        "",
+        f"{EVENTS}::test_every_proof_of_the_watch_is_made_at_its_event",
     ),
     Mutation(
         "elements of frozen weights that may move",
