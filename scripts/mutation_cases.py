@@ -974,7 +974,7 @@ MUTATIONS = [
     Mutation("changes beside their places", "dtype=np.int64) - 1", "dtype=np.int64)", CHANGES),
     Mutation("minus zero and NaN", "tensor.flatten().view(bits).numpy()", "tensor.flatten().float().numpy()", CHANGES),
     Mutation("changes for an engine that was started again", "and base != self._earlier_digest", "and False", CHANGES),
-    Mutation("a whole push after a failed proof", "if not trusted:", "if False:", CHANGES),
+    Mutation("a whole push after a failed proof", "if not self._trusted:", "if False:", CHANGES),
     Mutation(
         "one scale for a whole weight",
         "numbers.abs().amax(dim=-1, keepdim=True)",
@@ -1002,7 +1002,7 @@ MUTATIONS = [
     ),
     Mutation("a k3 of any size", "k3=limit.k3 + _ROOM**2 * error.k3", "k3=limit.k3 + 99 * error.k3", QUANTISED_GAP),
     Mutation("old weights in the source of a push", "if spec != other]", "if False]", LIVE),
-    Mutation("a wrong merge", "if not difference <= allowed:", "if False:", LIVE),
+    Mutation("a wrong merge", "not error[0] <= error[1]", "False", LIVE),
     Mutation("a wrong merge of an adapter that adds little", "torch.float32: 5e-6", "torch.float32: 1e-3", LIVE),
     Mutation("a right merge with rounding", "_tolerance(base.weight) * float", "0.0 * float", LIVE),
     Mutation("a worker that counts in another's push", "if int(counters[_PUSH]) == push:", "if True:", SLOTS),

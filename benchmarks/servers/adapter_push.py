@@ -29,8 +29,8 @@ from lockstep.models.autocast import Precision
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
 from lockstep.sync.adapters.source import adapter_shape
-from lockstep.sync.push import Update, push_weights
-from lockstep.sync.source import weights_of
+from lockstep.sync.push import push_weights, weights_of
+from lockstep.sync.source import Update
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.watch.adapter_probe import check_adapter_probe
 from lockstep.watch.modules import ModuleProbe

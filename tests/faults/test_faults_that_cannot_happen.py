@@ -112,7 +112,7 @@ def test_l4_answers_in_any_order_give_the_same_groups(stage: Stage, monkeypatch:
         real(Between(inbox, requests=mixed, answers=lambda requests, answers: mixed(answers)))  # type: ignore[arg-type]
 
     monkeypatch.setattr(stage.engine, "serve", shuffled)
-    stage.trainer.proofs.sync(stage.version)
+    stage.trainer.source.send(stage.version)
     assert groups() == straight
 
 
@@ -121,7 +121,7 @@ def test_w5_fifty_syncs_leave_every_weight_bit_identical(stage: Stage) -> None:
     digests = set()
     for _ in range(50):
         stage.push()
-        digests.add(stage.trainer.proofs.pusher.proof.push.digest)  # type: ignore[union-attr]
+        digests.add(stage.trainer.proofs.push.proof.push.digest)  # type: ignore[union-attr]
     assert len(digests) == 1
     assert all(torch.equal(p, before[n]) for n, p in stage.model.named_parameters())
 
@@ -209,7 +209,7 @@ def test_a4_truncation_is_the_engines_word(stage: Stage) -> None:
 
 
 def test_weights_of_an_adapter_are_not_taken_for_those_of_its_model(untied_dir: str) -> None:
-    # An unknown wrapper has names that the engine does not have; LoRA has its own source (sync/source.py).
+    # An unknown wrapper has names that the engine does not have; LoRA has its own source (sync/merged.py).
     engine = start("transformers", untied_dir)
     with pytest.raises(ProofError, match="manifest"):
         push_weights(torch.nn.ModuleDict({"base_model": make_model()}), engine, 1)

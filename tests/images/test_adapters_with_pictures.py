@@ -18,7 +18,7 @@ from lockstep.errors import InputError, ProofError
 from lockstep.images.prompts import ImagePrompts
 from lockstep.models.adapters import add_adapter
 from lockstep.run.trainers.grpo import GRPOTrainer
-from lockstep.sync.source import weights_of
+from lockstep.sync.push import weights_of
 from lockstep.training.batch.pack import pack_sequences
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 

@@ -15,7 +15,7 @@ from lockstep.engines import transformers_probe
 from lockstep.errors import InputError
 from lockstep.models import checkpoint_names
 from lockstep.models.checkpoint_names import checkpoint_tensors
-from lockstep.sync.source import weights_of
+from lockstep.sync.push import weights_of
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "olmoe"])

@@ -167,8 +167,8 @@ def _pushed(folder: Path) -> Result:
     from tiny import make_model
 
     from lockstep.contract.tensors import tensor_specs
-    from lockstep.sync.push import LastPush, Update, push_weights
-    from lockstep.sync.source import PlainSource
+    from lockstep.sync.push import push_weights
+    from lockstep.sync.source import LastPush, PlainSource, Update
     from lockstep.sync.wire.gloo import GlooTransport
     from lockstep.sync.wire.shared_memory import SharedMemoryTransport
 

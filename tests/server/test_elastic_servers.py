@@ -52,7 +52,7 @@ class Steps:
         with ExitStack() as held:
             self._before.get(step, lambda *_: None)(trainer, held)
             yield
-        engine, proof = trainer.engine, trainer.source.proofs.pusher.proof
+        engine, proof = trainer.engine, trainer.source.proofs.push.proof
         assert proof is not None
         self.in_full.append(proof.push.in_full)
         self.answered.append({engine.server_of(c.key) for c in trainer.loop.generation.completions})

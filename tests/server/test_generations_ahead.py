@@ -27,6 +27,7 @@ from tiny import make_model, perturbed
 from training import even_tokens, make_trainer, train
 from transformers import PreTrainedModel
 
+import lockstep.run.source as source
 import lockstep.watch.push as proofs
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost, InputError, ProofError
@@ -145,12 +146,12 @@ def test_prompts_are_those_of_a_run_without_staleness_and_each_sample_has_its_ow
 def test_wrong_weights_are_detected_even_if_every_token_is_old(
     untied_dir: str, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = proofs.push_weights
+    real = source.push_weights
 
     def pushes_others(model: Any, engine: Any, version: int) -> Any:
         return real(perturbed(model, scale=0.5) if version == 2 else model, engine, version)
 
-    monkeypatch.setattr(proofs, "push_weights", pushes_others)
+    monkeypatch.setattr(source, "push_weights", pushes_others)
     # The module probe would find the fault first, so it is switched off: the canary must find the fault alone.
     monkeypatch.setattr(proofs, "check_probe", lambda *_: None)
     trainer = make_trainer(untied_dir, tmp_path, server.url, **AHEAD, max_steps=4)

@@ -11,8 +11,8 @@ from tiny import make_model
 from lockstep.contract.tensors import tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.adapters import add_adapter, causal_model
-from lockstep.sync.live import check_live
-from lockstep.sync.source import AdaptedSource
+from lockstep.sync.merged import AdaptedSource
+from lockstep.sync.push import check_live
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 
 __all__ = ["passes", "shard"]

@@ -22,8 +22,9 @@ from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.autocast import Precision
-from lockstep.sync.push import push_weights
-from lockstep.sync.source import AdaptedSource, PlainSource, weights_of
+from lockstep.sync.merged import AdaptedSource
+from lockstep.sync.push import push_weights, weights_of
+from lockstep.sync.source import PlainSource
 from lockstep.watch.modules import ModuleProbe
 from lockstep.watch.rescoring import sequence_logits
 

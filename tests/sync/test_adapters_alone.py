@@ -29,7 +29,7 @@ from lockstep.sync.adapters import source as adapter_source
 from lockstep.sync.adapters.live import check_adapter_live
 from lockstep.sync.adapters.push import check_held
 from lockstep.sync.adapters.source import AdapterSource, BaseSource, EffectiveSource, adapter_shape, check_alone
-from lockstep.sync.source import weights_of
+from lockstep.sync.push import weights_of
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.watch.adapter_probe import check_adapter_probe
 from lockstep.watch.gap import measure_gap

@@ -21,8 +21,8 @@ from tiny import make_model
 from lockstep.contract.tensors import HeldWeights, LoadedWeights, tensor_specs
 from lockstep.errors import ProofError
 from lockstep.models.autocast import Precision
-from lockstep.sync.push import LastPush, Update, forget_push, push_weights
-from lockstep.sync.source import PlainSource
+from lockstep.sync.push import forget_push, push_weights
+from lockstep.sync.source import LastPush, PlainSource, Update
 from lockstep.sync.wire import deltas
 from lockstep.sync.wire.deltas import NO_CHANGES, Changes, ReceivedWeights, apply_changes, changes_between, part_of
 from lockstep.sync.wire.gloo import GlooTransport
@@ -357,7 +357,7 @@ def test_a_fault_in_the_engines_memory_is_found_by_the_probe_and_then_overwritte
 
 
 class KeepingWorker(Worker):
-    """A server's worker that takes pieces as the real one does (`engines/vllm/receive.py`)."""
+    """A server's worker that takes pieces as the real one does (`engines/vllm/port/receive.py`)."""
 
     def __init__(self) -> None:
         super().__init__()

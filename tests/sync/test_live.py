@@ -15,8 +15,9 @@ from tiny import make_model
 
 from lockstep.errors import ProofError
 from lockstep.sync import push as push_module
+from lockstep.sync.merged import AdaptedSource
 from lockstep.sync.push import push_weights
-from lockstep.sync.source import AdaptedSource, PlainSource
+from lockstep.sync.source import PlainSource
 
 
 class HalfPrecision(Recorder):

@@ -21,7 +21,7 @@ from lockstep.models.adapter_files import Base, read_base
 from lockstep.models.adapters import is_adapted
 from lockstep.models.base_digest import base_digest
 from lockstep.models.quantised import is_quantised
-from lockstep.sync.source import weights_of
+from lockstep.sync.push import weights_of
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -121,7 +121,7 @@ def test_an_adapters_dropout_is_off(untied_dir: str, tmp_path: Path, hf_engine: 
 def test_a_run_that_forgets_the_adapter_is_stopped(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lockstep.watch.push as module
+    import lockstep.run.source as module
 
     real, base = module.push_weights, make_model()
     monkeypatch.setattr(module, "push_weights", lambda model, engine, version: real(base, engine, version))

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.models.autocast import Precision
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.sync.source import weights_of
+from lockstep.sync.push import weights_of
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.online_dpo import OnlineDPOObjective

@@ -13,8 +13,8 @@ from datasets import Dataset
 from tiny import CONTEXT, make_model, make_tokenizer, save_model
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
+import lockstep.run.source
 import lockstep.training.step.update
-import lockstep.watch.push
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.contract.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
@@ -92,7 +92,7 @@ def test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, max_steps=3)
-    real = lockstep.watch.push.push_weights
+    real = lockstep.run.source.push_weights
     moved: dict[str, torch.Tensor] = {}
 
     def skip_the_second(model: Any, engine: Engine, version: int) -> SyncRecord:
@@ -102,7 +102,7 @@ def test_a_step_on_stale_weights_is_refused_before_the_optimizer_moves(
         engine.commit_version(version)
         return SyncRecord(version, "", 0, 0, 0.0)
 
-    monkeypatch.setattr(lockstep.watch.push, "push_weights", skip_the_second)
+    monkeypatch.setattr(lockstep.run.source, "push_weights", skip_the_second)
     with pytest.raises(ProofError, match=r"(?s)at version 1 .* the load was acknowledged without effect") as failed:
         run.train()
     assert failed.value.check == "module_probe"

@@ -20,7 +20,7 @@ from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, NEUTRAL_SAMPL
 from lockstep.errors import InputError
 from lockstep.integrations.trl_pictures import tokenizer_of
 from lockstep.models.adapters import causal_model, is_adapted
-from lockstep.sync.source import weights_of
+from lockstep.sync.push import weights_of
 from lockstep.tokens.end import end_ids
 
 # Parameters of TRL that support only one or a few values, and the reason.

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.contract.protocol import Engine
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.errors import InputError
+from lockstep.errors import InputError, foreign_errors
 from lockstep.images.prompts import ImagePrompts
 from lockstep.models.adapters import causal_model
 from lockstep.report.alarms import Alarms
@@ -33,7 +33,8 @@ from lockstep.rollouts.recovery import Recovery
 from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.run.engine import check_directory, generations_ahead, shake_hands, start_engine
 from lockstep.run.server_changes import ServerChanges, server_changes
-from lockstep.sync.push import let_sleep
+from lockstep.sync.adapters.push import AdapterPusher
+from lockstep.sync.push import let_sleep, push_weights
 from lockstep.tokens.end import end_ids
 from lockstep.training.config.interruption import interruption_of
 from lockstep.training.config.online_config import OnlineConfig
@@ -43,6 +44,7 @@ from lockstep.training.generate.rollouts.function import RolloutFunction
 from lockstep.training.generate.rollouts.tools import RolloutTools
 from lockstep.training.generate.scoring import Scoring
 from lockstep.watch.engine import EngineWatch, Proofs
+from lockstep.watch.push import NOT_PUSHED
 from lockstep.watch.settings import SettingsProof
 
 if TYPE_CHECKING:
@@ -110,6 +112,7 @@ class RolloutSource:
         bets = function is None
         self.watch = EngineWatch(policy, config, tokenizer, clock, ranks, settings, self.sampling, bets=bets)
         self._engine: Engine | None = given
+        self._adapters: AdapterPusher | None = None
         self._recovery: Recovery | None = None
         self._driver: Driver | None = None
         self._ahead: GenerationsAhead | None = None
@@ -149,7 +152,9 @@ class RolloutSource:
             if config.engine_sleeps and not getattr(engine, "can_sleep", False):
                 raise InputError("vllm_enable_sleep_mode is set, and the engine that was given cannot sleep")
             shake(engine)
-            proofs = self.watch.opened(engine)
+            self._adapters = AdapterPusher(self.policy, engine) if config.vllm_enable_lora else None
+            self._recovery = Recovery(self._distrust)
+            proofs = self.watch.opened(engine, self._adapters, self._recovery, self.send)
             if self._tools is not None:
                 self.program = self._tools.start()
             calls = self._tools.calls if self._tools is not None else None
@@ -157,8 +162,7 @@ class RolloutSource:
             self._server_changes = server_changes(engine, config, shake, proofs)
             if config.max_staleness:
                 self._ahead = generations_ahead(engine, self._driver, self._limit_ahead)
-            self._recovery = Recovery(self._distrust)
-            self.watch.works(self._recovery, self._ahead, self.push, self._limit_ahead)
+                proofs.samples_ahead(self._ahead, self._limit_ahead)
             return engine.settings().searches_top_p
         except BaseException:
             self.close()
@@ -243,19 +247,31 @@ class RolloutSource:
     # ---- push and sample: on the rank that holds the engine ---------------------------------------------------------
 
     def push(self, version: int) -> None:
-        """Push the policy's weights as `version`, and prove the push.
+        """Push the policy's weights as `version`. Servers leave before the push and join after it.
 
         Every generation begins with a push, even if the version stays the same: weights may have been set by hand, and the
-        reset of the engine's caches makes a resumed run start a generation as the first run did. Servers leave before the push and
-        join after it.
+        reset of the engine's caches makes a resumed run start a generation as the first run did.
         """
         changes = self._server_changes
         if changes is not None:
             changes.before_push()
-        with self._ahead.held() if self._ahead is not None else nullcontext():
-            self.proofs.sync(version)
+        self.send(version)
         if changes is not None:
             changes.after_push(version)
+
+    def send(self, version: int) -> None:
+        """Send the policy's weights to the engine as `version`; merged, or the adapter alone.
+
+        Raises:
+            ProofError: the engine did not receive, load or commit the weights, or computes with others.
+            LockstepError: the engine or a library raised an error of its own.
+        """
+        with self._ahead.held() if self._ahead is not None else nullcontext():
+            self.watch.pushing()
+            with self._clock.phase("sync"), foreign_errors(NOT_PUSHED):
+                alone = self._adapters
+                record = push_weights(self.policy, self.engine, version) if alone is None else alone.push(version)
+            self.watch.pushed(record)
 
     def sample(
         self, prompts: Sequence[Prompt], num_generations: int, version: int, on_rollout: OnRollout | None = None

@@ -1,28 +1,43 @@
-"""The trainer's weights as a stream of named tensors, plain or merged with an adapter, and the manifest that describes the stream.
+"""The trainer's weights as a stream of named tensors, the manifest that describes it, and what of it a push sends.
 
-The trained model is the source and is only read. The module probe compares the engine with the same tensors.
-`weights_of` chooses the source of a model.
+The trained model is the source and is only read. The module probe compares the engine with the same tensors. An `Update` decides
+what is sent: everything, or only what changed since the engine's last proven version. Engines and transports read it once.
 
-Merged weights are base + delta, under the base model's names. They are made one at a time in new memory. Merging in place would
-make the base weights drift (W5), and a failure would leave the model merged (H7).
+- A tensor whose digest did not change is left out. It is sent nevertheless if another tensor of the same part of a layer changed:
+  engines fuse such tensors (q, k and v become one), and load all parts of a fused tensor or none.
+- To servers over a network, only the changed elements of a tensor are sent. For this, the trainer keeps a
+  copy of what it has sent (`sync/wire/deltas.py`).
+- Tensors of a GPU that go through main memory are copied there once, and the copies are digested. Tensors that go from GPU to GPU
+  are digested there. If the push builds on an earlier one, all digests are computed first, so that the host waits once for them.
+- Everything is sent if the last push was not proven (`LastPush.forget`), or if the engine does not hold it.
+
+The manifest describes all tensors of the version, also those that are not sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
-from transformers.pytorch_utils import Conv1D
 
-from lockstep.contract.tensors import Begun, TensorSpec, described, digest_of_all, finished
-from lockstep.errors import InputError
-from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.contract.tensors import (
+    Begun,
+    TensorSpec,
+    begin_specs,
+    described,
+    digest_of_all,
+    digest_under,
+    finished,
+    host_copy,
+    key_of,
+    push_key,
+)
+from lockstep.errors import LockstepError
 from lockstep.models.checkpoint_names import checkpoint_tensors
-from lockstep.models.quantised import dequantised, is_quantised, meta_tensor_of
-from lockstep.shards.model import ShardedModel, sharded
-from lockstep.shards.parts import is_sharded
+from lockstep.shards.model import sharded
+from lockstep.sync.wire.chunks import Named
+from lockstep.sync.wire.deltas import NO_CHANGES, Changes, Piece, changes_between, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +95,25 @@ class PlainSource:
         """Shape of a tensor, without making it."""
         return self._meta_tensor(name).shape
 
+    @staticmethod
+    def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The tensors of a model that are sent as they are, by name. They are the model's own, and not those of a source."""
+        return {p.name: p.tensor for p in checkpoint_tensors(model)}
+
+    def merge_error(
+        self, model: torch.nn.Module, name: str, merged: torch.Tensor, version: int
+    ) -> tuple[float, float] | None:
+        """How far the outputs of a merged weight are from those of the model's own layer, and how far they may be.
+
+        Args:
+            merged: the weight that was sent under `name`.
+            version: seed of the layer's inputs.
+
+        Returns:
+            None: the weight is not merged, or its layer cannot be asked alone.
+        """
+        return None
+
     def owning_module(self, name: str) -> torch.nn.Module:
         """The module that owns a tensor, without PEFT's wrapper. A module with several experts owns the tensors of all of them."""
         return self._model.get_submodule(self._own_names[name].rpartition(".")[0])
@@ -118,293 +152,227 @@ def read_specs(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[TensorSpec,
     return finished(specs)
 
 
-_DORA = ("DoraLinearVariant", "DoraEmbeddingVariant")
+# ---- what is sent -----------------------------------------------------------------------------------------------------
 
 
-class _BaseParameter(NamedTuple):
-    """One parameter of the model, and the layer that uses it.
+class LastPush:
+    """The trainer's record of the last push to one engine.
 
     Attributes:
-        name: the parameter's name in the base model, which is also its name in the engine.
-        parameter: the values that the model uses, without a LoRA delta.
-        original: the parameter that the base model has in the same place.
-        owning_module: the plain module that owns the parameter.
-        layer: the LoRA layer around `owning_module` if an adapter is active there, else None.
+        manifest: the manifest of the last proven push; None: the next push sends everything.
+        copies: the tensors as they were sent, if only changed elements are sent.
     """
 
-    name: str
-    parameter: torch.Tensor
-    original: torch.Tensor
-    owning_module: torch.nn.Module
-    layer: Any
+    def __init__(self) -> None:
+        self.manifest: Manifest | None = None
+        self.copies: dict[str, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Send everything in the next push."""
+        self.manifest = None
 
 
-class AdaptedSource(PlainSource):
-    """Weights of a model with LoRA (rsLoRA, DoRA) layers, each merged into new memory when it is read.
+class Update:
+    """The tensors of one push. It may be read once. The digest of each tensor is computed while the receiver uses the tensor.
 
-    Weights without an adapter are read as they are. Modules that were trained as a whole (`modules_to_save`) replace the
-    originals. Adapter tensors are not sent. A delta is added in float32, or in float64 for float64 weights. The sum is rounded
-    once, to the base weight's dtype. 4-bit weights (QLoRA) are sent as the float32 values that their codes stand for.
-
-    Raises:
-        InputError: the adapter is not LoRA, several adapters are active, one is merged in place, base layers are in 8 bits,
-            or the adapter unties tied weights.
-    """
-
-    is_model_memory = False
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        inner = causal_model(model)
-        self._shards = sharded(model)
-        _check_kinds(model)
-        parameters = _under_checkpoint_names(inner, list(_walk(inner, inner, "")))
-        _check_ties(parameters)
-        firsts: dict[object, str] = {}
-        self._parameters = {f.name: f.parameter for f in parameters}
-        self._first = {f.name: firsts.setdefault(id(f.original), f.name) for f in parameters}
-        self._owning_modules = {f.name: f.owning_module for f in parameters}
-        self._layers = {f.name: f.layer for f in parameters if f.layer is not None}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        layer, parameter = self._layers.get(name), self._parameters[name]
-        base = dequantised(parameter) if is_quantised(parameter) else _full_tensor(self._shards, parameter)
-        if layer is None:
-            return base
-        adapter = _active_adapters(layer)[0]
-        with torch.no_grad():
-            if name.endswith("bias"):
-                return _merged_bias(layer, adapter, base, self._shards)
-            return _merged_weight(layer, adapter, base, self._shards)
-
-    def owning_module(self, name: str) -> torch.nn.Module:
-        return self._owning_modules[name]
-
-    def _meta_tensor(self, name: str) -> torch.Tensor:
-        parameter = self._parameters[name]
-        return meta_tensor_of(parameter) if is_quantised(parameter) else super()._meta_tensor(name)
-
-
-def weights_of(model: torch.nn.Module) -> PlainSource:
-    """The weights that the engine of this model should hold: plain, or merged if the model has an adapter.
-
-    Raises:
-        InputError: the model's adapter is of a kind that cannot be merged, or the model is quantised and has no adapter.
-    """
-    if is_adapted(model):
-        return AdaptedSource(model)
-    if any(is_quantised(p) for p in model.parameters()):
-        raise InputError("the model is quantised, and quantised weights cannot be trained; give it a LoRA adapter")
-    return PlainSource(model)
-
-
-def _under_checkpoint_names(inner: torch.nn.Module, parameters: list[_BaseParameter]) -> list[_BaseParameter]:
-    by_name = {f.name: f for f in parameters}
-    return [
-        # Experts have no adapter. Therefore a view of their memory is both `parameter` and `original`.
-        by_name[p.parameter_name]._replace(name=p.name)
-        if p.tensor is by_name[p.parameter_name].parameter
-        else by_name[p.parameter_name]._replace(name=p.name, parameter=p.tensor, original=p.tensor)
-        for p in checkpoint_tensors(inner, {f.name: f.parameter for f in parameters})
-    ]
-
-
-# ---- the walk -----------------------------------------------------------------------------------------------------------
-
-
-def _walk(module: torch.nn.Module, original: torch.nn.Module, prefix: str) -> Iterator[_BaseParameter]:
-    """Yield every parameter in the base model's order, once for each of its names.
+    Iterating gives the names and tensors that an engine must load.
 
     Args:
-        original: the base model's module in this place. It differs from `module` only inside `modules_to_save`.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
+        dtype: dtype to which wider floating-point tensors are cast, one by one, when they are read; None: nothing is cast.
+        sent: the record of the last push to the engine. It stays empty until this push is proven.
 
-    layer = None
-    if isinstance(module, AuxiliaryTrainingWrapper):
-        wrapper: Any = module
-        module, original = _saved_module(wrapper, prefix), wrapper.original_module
-    elif isinstance(module, BaseTunerLayer):
-        layer = _checked_layer(module, prefix)
-        module = original = module.get_base_layer()
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            _refuse_int8(parameter, prefix + name)
-            delta_layer = layer if name == "weight" or (layer is not None and _has_bias(layer)) else None
-            yield _BaseParameter(prefix + name, parameter, getattr(original, name), module, delta_layer)
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, getattr(original, name), f"{prefix}{name}.")
-
-
-def _saved_module(wrapper: Any, prefix: str) -> torch.nn.Module:
-    """The module that the model uses in a wrapper's place: the trained copy if it is active, else the original."""
-    from peft.utils.other import ModulesToSaveWrapper
-
-    if not isinstance(wrapper, ModulesToSaveWrapper):
-        raise InputError(
-            f"{prefix.rstrip('.')} is a {type(wrapper).__name__}, which is not supported: beside LoRA layers, only whole modules "
-            "(modules_to_save) can be trained and sent to an engine"
-        )
-    active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
-    if wrapper.disable_adapters or not active:
-        return wrapper.original_module
-    return wrapper.modules_to_save[active[0]]
-
-
-def _checked_layer(layer: Any, prefix: str) -> Any:
-    """The LoRA layer, or None if no adapter is active in it.
+    Attributes:
+        can_be_base: whether a later update may build on this one.
+        base: digest of the weights that the engine must hold before the update; empty: everything is sent.
+        sent_bytes: size of what was sent.
+        changed_elements: number of elements that differ from those of the last push; None: they were not counted.
 
     Raises:
-        InputError: the layer's weight cannot be merged here.
+        LockstepError: a tensor could not be made. This is raised while the update is read.
     """
-    from peft.tuners import lora
 
-    layer_name = prefix.rstrip(".")
-    # Exact types: a subclass may compute something else. PEFT has Linear4bit only if bitsandbytes can be imported.
-    is_supported = type(layer) in (lora.Linear, lora.Embedding, getattr(lora, "Linear4bit", None))
-    if not is_supported or not isinstance(layer.get_base_layer(), torch.nn.Linear | torch.nn.Embedding | Conv1D):
-        raise InputError(
-            f"{layer_name} is a {type(layer).__module__}.{type(layer).__name__} around a {type(layer.get_base_layer()).__name__}, "
-            "which is not supported: for an engine, only LoRA on linear layers (in full precision, or in 4 bits by bitsandbytes) "
-            "and on embeddings can be merged"
-        )
-    if layer.merged:
-        raise InputError(
-            f"the adapter of {layer_name} is merged into the base weight; call unmerge_adapter() before training"
-        )
-    active = _active_adapters(layer)
-    if len(active) > 1:
-        raise InputError(
-            f"{layer_name} has {len(active)} active adapters ({', '.join(active)}); exactly one is supported"
-        )
-    if not active:
-        return None
-    variant = type(layer.lora_variant.get(active[0])).__name__
-    if variant not in ("NoneType", *_DORA):
-        raise InputError(
-            f"{layer_name} has LoRA of the kind {variant}, which is not supported; plain LoRA, rsLoRA and DoRA are supported"
-        )
-    if _has_bias(layer) and getattr(layer.get_base_layer(), "bias", None) is None:
-        raise InputError(
-            f"the adapter adds a bias to {layer_name}, but the engine's model has no bias there; leave lora_bias out"
-        )
-    return layer
+    def __init__(
+        self, source: PlainSource, dtype: torch.dtype | None = None, last_push: LastPush | None = None
+    ) -> None:
+        self._source, self._dtype = source, dtype
+        self.can_be_base, self._last_push = last_push is not None, LastPush() if last_push is None else last_push
+        last_manifest = self._last_push.manifest
+        self._last_push.forget()
+        self._before = {} if last_manifest is None else {spec.name: spec for spec in last_manifest.tensors}
+        self.base = "" if last_manifest is None else last_manifest.digest
+        # Some may still be on a GPU. `manifest` waits for them.
+        self._specs: Sequence[TensorSpec | Begun] | None = None
+        self._now: dict[str, TensorSpec] | None = None
+        self._to_host = False
+        self.sent_bytes = 0
+        self.changed_elements: int | None = None
+
+    @property
+    def is_model_memory(self) -> bool:
+        """Whether the tensors are the model's own memory. They are not if the source makes new tensors, or if they are cast."""
+        return self._source.is_model_memory and self._dtype is None
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors of the version in bytes, after the cast."""
+        return sum(tensor.nbytes for _, tensor in self.meta_tensors())
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all tensors of the version."""
+        return sum(tensor.numel() for _, tensor in self.meta_tensors())
+
+    def meta_tensors(self) -> Iterator[Named]:
+        """All tensors of the version, sent or not, in the order of `pieces`, without their memory (device `meta`)."""
+        shapes = dict(self._source.meta_tensors())
+        return _cast(((name, shapes[name]) for name in self._names()), self._dtype)
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest of all tensors of the version."""
+        if self._specs is None:
+            self._specs = read_specs(self._read(self._names()))
+        self._specs = finished(self._specs)
+        return Manifest(version, self._specs)
+
+    def __iter__(self) -> Iterator[Named]:
+        for name, piece in self.pieces():
+            if not isinstance(piece, Changes):
+                yield name, piece
+
+    def pieces(self, *, deltas: bool = False, to_host: bool = False) -> Iterator[Piece]:
+        """What is sent of every tensor of the version: the whole tensor, or its changed elements (`NO_CHANGES` if there are none).
+
+        Args:
+            deltas: whether the receiver keeps a copy of what it is sent, so that the changed elements of a tensor are enough.
+            to_host: whether the tensors go through main memory. They are then copied there.
+        """
+        self._to_host = deltas or to_host
+        if self._to_host:
+            digest_under(None)
+        specs: list[TensorSpec | Begun] = []
+        self.sent_bytes, self.changed_elements = 0, 0 if deltas and self.base else None
+        try:
+            for name, piece in self._element_changes(specs) if deltas else self._changed_parts(specs):
+                self.sent_bytes += piece.raw.nbytes if isinstance(piece, Changes) else piece.nbytes
+                yield name, piece
+                # Free this tensor before the next one is made.
+                del piece
+        except RuntimeError as error:
+            # For example, the trainer is out of memory. The caller reads a RuntimeError as the loss of the engine.
+            raise LockstepError(f"the trainer could not prepare the weights for the push: {error}") from error
+        self._specs = specs
+
+    # ---- what changed -----------------------------------------------------------------------------------------------
+
+    def _changed_parts(self, specs: list[TensorSpec | Begun]) -> Iterator[Piece]:
+        """Whole tensors. Parts of the model in which no digest changed are left out."""
+        self._last_push.copies.clear()
+        if not self.base:
+            yield from self._described(self._names(), specs)
+            return
+        if push_key() is not None:
+            self._now = self._digested_like(self._before)
+        elif self.is_model_memory and not self._to_host:
+            # Start to compute all digests in the background. `begin_specs` uses these results below (`one_push`).
+            begin_specs(list(self._source))
+        for names in self._parts():
+            yield from self._changed_part(names, specs)
+
+    def _changed_part(self, names: list[str], specs: list[TensorSpec | Begun]) -> Iterator[Piece]:
+        if self._now is not None:
+            if any(name not in self._now or not self.is_same(self._now[name]) for name in names):
+                yield from self._described(names, specs)
+            else:
+                specs += [self._now[name] for name in names]
+                yield from ((name, NO_CHANGES) for name in names)
+            return
+        same: list[TensorSpec] = []
+        tensors = self._read(names)
+        for name, original in tensors:
+            tensor = host_copy(original) if self._to_host else original
+            (spec,) = begin_specs([(name, tensor)], copied=[original])()
+            if self.is_same(spec):
+                same.append(spec)
+                continue
+            # Read the earlier tensors of this part a second time, because they were not kept in memory.
+            specs += same
+            earlier_tensors = self._read(earlier.name for earlier in same)
+            yield from ((n, host_copy(t) if self._to_host else t) for n, t in earlier_tensors)
+            specs.append(spec)
+            yield name, tensor
+            del tensor, original
+            yield from described(tensors, specs, to_host=self._to_host)
+            return
+        specs += same
+        yield from ((name, NO_CHANGES) for name in names)
+
+    def _digested_like(self, before: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """The descriptions of all tensors that have a digest with a key in `before`, under their keys there."""
+        keyed = {name: spec for name, spec in before.items() if key_of(spec.digest) is not None}
+        specs: list[TensorSpec | Begun] = []
+        for _ in described(self._read(name for name in self._names() if name in keyed), specs, like=keyed):
+            pass
+        return {spec.name: spec for spec in finished(specs)}
+
+    def _described(self, names: Iterable[str], specs: list[TensorSpec | Begun]) -> Iterator[Named]:
+        return described(self._read(names), specs, to_host=self._to_host)
+
+    def is_same(self, spec: TensorSpec) -> bool:
+        """Whether the engine holds a tensor of these bytes."""
+        return self._before.get(spec.name) == spec
+
+    def _element_changes(self, specs: list[TensorSpec | Begun]) -> Iterator[Piece]:
+        """The changed elements of each tensor, or the whole tensor if that is smaller."""
+        for name, tensor in self._described(self._names(), specs):
+            yield name, self._changes(name, tensor.detach().contiguous())
+
+    def _changes(self, name: str, new: torch.Tensor) -> torch.Tensor | Changes:
+        copies = self._last_push.copies
+        copy = copies.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (new.shape, new.dtype):
+            # A push without a base, or the first one that sends changed elements.
+            copies[name] = new.clone()
+            self.changed_elements = None
+            return new
+        differing, changes = changes_between(copy, new) if self.base else (0, None)
+        if changes is not NO_CHANGES:
+            copy.copy_(new)
+        if self.changed_elements is not None:
+            self.changed_elements += differing
+        return new if changes is None else changes
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def _parts(self) -> Iterable[list[str]]:
+        """The names of all tensors, by part of the model."""
+        parts: dict[str, list[str]] = {}
+        for name, _ in self._source.meta_tensors():
+            parts.setdefault(part_of(name), []).append(name)
+        return parts.values()
+
+    def _names(self) -> Iterator[str]:
+        return (name for names in self._parts() for name in names)
+
+    def _read(self, names: Iterable[str]) -> Iterator[Named]:
+        return _cast(((name, self._source.tensor(name)) for name in names), self._dtype)
 
 
-def _active_adapters(layer: Any) -> list[str]:
-    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.scaling]
+def meta_tensors(tensors: Iterable[Named]) -> Iterable[Named]:
+    """Names, dtypes and shapes of the tensors that `pieces` will give. A source does not make its tensors for this."""
+    return tensors.meta_tensors() if isinstance(tensors, PlainSource | Update) else tensors
 
 
-def _has_bias(layer: Any) -> bool:
-    return bool(layer.lora_bias.get(_active_adapters(layer)[0]))
+def may_be_base(tensors: Iterable[Named]) -> bool:
+    """Whether a later update may build on these tensors. Copies of them are kept only for this."""
+    return tensors.can_be_base if isinstance(tensors, Update) else True
 
 
-def _refuse_int8(parameter: torch.Tensor, name: str) -> None:
-    if type(parameter).__name__ == "Int8Params":
-        raise InputError(
-            f"{name} is quantised to 8 bits, which is not supported: load the model with "
-            "BitsAndBytesConfig(load_in_4bit=True), or without a quantization_config"
-        )
+def pieces(tensors: Iterable[Named], *, deltas: bool = False, to_host: bool = False) -> Iterator[Piece]:
+    """What is sent of each tensor: the pieces of an `Update`, or the tensors themselves."""
+    return tensors.pieces(deltas=deltas, to_host=to_host) if isinstance(tensors, Update) else iter(tensors)
 
 
-def _check_kinds(model: torch.nn.Module) -> None:
-    """Check the kind of each adapter by its configuration, because prompt and prefix adapters add no layers to check."""
-    for name, config in getattr(model, "peft_config", {}).items():
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        if kind != "LORA":
-            raise InputError(f"adapter {name!r} is of the kind {kind}, which is not supported; only LoRA can be merged")
-
-
-def _check_ties(parameters: list[_BaseParameter]) -> None:
-    """Check that the adapter leaves tied weights equal, because an engine keeps one copy of them."""
-    first: dict[int, _BaseParameter] = {}
-    for f in parameters:
-        other = first.setdefault(id(f.original), f)
-        if _memory_key(other) != _memory_key(f):
-            raise InputError(
-                f"{other.name} and {f.name} are tied in the model, but the adapter unties them, which an engine cannot follow: "
-                "give neither an adapter, or untie the model (tie_word_embeddings) and save it first"
-            )
-
-
-def _memory_key(f: _BaseParameter) -> object:
-    """A key for the memory and the delta of a parameter. Parameters with equal keys always have equal values."""
-    if f.layer is None:
-        return _address(f.parameter)
-    adapter = _active_adapters(f.layer)[0]
-    factors = frozenset(map(_address, _factor_parameters(f.layer, adapter)))
-    return _address(f.parameter), factors, f.layer.scaling[adapter], adapter in f.layer.lora_variant
-
-
-def _address(tensor: torch.Tensor) -> int:
-    # This rank's part of a sharded parameter may be empty, without an address. Tied modules share one parameter object.
-    return id(tensor) if is_sharded(tensor) else tensor.data_ptr()
-
-
-# ---- merging ------------------------------------------------------------------------------------------------------------
-
-
-def _full_tensor(shards: ShardedModel | None, parameter: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a parameter: its own memory, or gathered from all ranks if it is sharded."""
-    return parameter.detach() if shards is None else shards.gather(parameter)
-
-
-def full_factors(layer: Any, shards: ShardedModel | None) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """The full factors A (rank, inputs) and B (outputs, rank) of a layer's active adapter, and its scaling."""
-    down, up = (_full_tensor(shards, factor) for factor in active_factors(layer))
-    return down, up, float(layer.scaling[_active_adapters(layer)[0]])
-
-
-def active_factors(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parameters A and B of a layer's active adapter. Sharded parameters are not gathered."""
-    return _factor_parameters(layer, _active_adapters(layer)[0])
-
-
-def is_dora(layer: Any) -> bool:
-    """Whether a layer's active adapter is DoRA, which has a trained magnitude per output."""
-    return _active_adapters(layer)[0] in layer.lora_variant
-
-
-def is_module_to_save(module: torch.nn.Module) -> bool:
-    """Whether a module was trained as a whole beside the adapter (`modules_to_save`)."""
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    return isinstance(module, AuxiliaryTrainingWrapper)
-
-
-def _factors(layer: Any, adapter: str, shards: ShardedModel | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two factors of the delta: `left @ right` has the shape of the layer's weight."""
-    down, up = (_full_tensor(shards, factor) for factor in _factor_parameters(layer, adapter))
-    if adapter in layer.lora_embedding_A:
-        return down.T, up.T
-    return (down.T, up.T) if layer.fan_in_fan_out else (up, down)
-
-
-def _factor_parameters(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parameters A and B of a layer."""
-    if adapter in layer.lora_embedding_A:
-        return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
-    return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-
-
-def _merged_weight(layer: Any, adapter: str, base: torch.Tensor, shards: ShardedModel | None) -> torch.Tensor:
-    """base + scaling × delta, in new memory. With DoRA (arXiv 2402.09353) each output is scaled to its trained magnitude."""
-    left, right = (factor.to(_wider_dtype(base)) for factor in _factors(layer, adapter, shards))
-    total = torch.addmm(base.to(_wider_dtype(base)), left, right, alpha=layer.scaling[adapter])
-    if adapter in layer.lora_variant:
-        # One output of a layer is one row of its weight, or one column if the weight is stored transposed.
-        transposed = layer.fan_in_fan_out or adapter in layer.lora_embedding_A
-        length = total.norm(dim=0 if transposed else 1, keepdim=True)
-        magnitude = _full_tensor(shards, layer.lora_magnitude_vector[adapter].weight)
-        total.mul_(magnitude.to(total.dtype).view_as(length) / length)
-    return total.to(base.dtype)
-
-
-def _merged_bias(layer: Any, adapter: str, base: torch.Tensor, shards: ShardedModel | None) -> torch.Tensor:
-    added = _full_tensor(shards, layer.lora_B[adapter].bias).to(_wider_dtype(base))
-    return torch.add(base.to(_wider_dtype(base)), added, alpha=layer.scaling[adapter]).to(base.dtype)
-
-
-def _wider_dtype(base: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(base.dtype, torch.float32)
+def _cast(tensors: Iterable[Named], dtype: torch.dtype | None) -> Iterator[Named]:
+    for name, tensor in tensors:
+        is_wider = dtype is not None and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
+        yield name, tensor.to(dtype) if is_wider else tensor

@@ -119,7 +119,11 @@ class Stage:
     def push(self, *, every_module: bool = False) -> ProbeRecord:
         """Push the current weights as a new version, with the proofs of training."""
         self.trainer.state.global_step += 1
-        return self.trainer.proofs.sync(self.version, every_module=every_module)
+        push = self.trainer.proofs.push
+        push.every_module = every_module
+        self.trainer.source.send(self.version)
+        assert push.proof is not None
+        return push.proof.probe
 
     def step(self) -> int:
         """One training step, up to the point at which the optimizer would change the weights. Returns the number of proven

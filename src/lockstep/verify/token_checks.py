@@ -167,9 +167,9 @@ def groups(stage: Stage) -> list[Row]:
 def repetition(stage: Stage) -> list[Row]:
     """The same requests at the same weights give the same tokens."""
     # A push before each, as in training, because the content of the cache changes the shapes of the forward.
-    stage.trainer.proofs.sync(stage.version)
+    stage.trainer.source.send(stage.version)
     first = stage.sample(stage.sampling(temperature=1.0))
-    stage.trainer.proofs.sync(stage.version)
+    stage.trainer.source.send(stage.version)
     again = stage.sample(stage.sampling(temperature=1.0))
     same = sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, again, strict=True))
     pairs = [(a, b) for x, y in zip(first, again, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=False)]

@@ -34,7 +34,8 @@ from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.driver import Start, decoding
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.recovery import Recovery
-from lockstep.sync.push import drop_record
+from lockstep.sync.adapters.push import AdapterPusher
+from lockstep.sync.push import SyncRecord, drop_record
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
 from lockstep.training.step.generation import Generation, branches_of
@@ -44,9 +45,9 @@ from lockstep.watch.ends import Ends
 from lockstep.watch.gap import GapStats, GapTail, JudgedGap, PooledGap, check_count, over_limits
 from lockstep.watch.gap_explained import ExplainedGap
 from lockstep.watch.kept_sets import KeptSetStats
-from lockstep.watch.modules import ModuleProbe, ProbeRecord
+from lockstep.watch.modules import ModuleProbe
 from lockstep.watch.optimizer_settings import Change
-from lockstep.watch.push import ProvenPusher, PushProof
+from lockstep.watch.push import ProvenPusher, PushWatch
 from lockstep.watch.quantised_gap import QuantisationError
 from lockstep.watch.receipt import RECEIPT, Receipt
 from lockstep.watch.receipt_lines import figures, start_line, step_line
@@ -69,6 +70,9 @@ class Proofs:
         clock: counts pushes under `sync` and proofs under `verify`.
         settings: what the user has asked for.
         sampling: the distribution of every request.
+        adapters: pushes the adapter alone; None: merged weights are pushed.
+        recovery: repeats work that lost its engine.
+        send: sends the weights as a version, and tells this watch of it.
         bets: whether the draws proof bets on the tokens.
 
     Raises:
@@ -84,6 +88,9 @@ class Proofs:
         clock: PhaseClock,
         settings: SettingsProof,
         sampling: Sampling,
+        adapters: AdapterPusher | None,
+        recovery: Recovery,
+        send: Callable[[int], None],
         *,
         bets: bool,
     ) -> None:
@@ -94,7 +101,19 @@ class Proofs:
         self._clock = clock
         self.engine_dtype = config.engine_torch_dtype
         self.precision = config.precision
-        self.pusher = self._pusher_to(engine)
+        self.push = PushWatch(
+            model,
+            engine,
+            self.engine_dtype,
+            self.precision,
+            seed=config.seed,
+            quantised=config.vllm_quantization is not None,
+            adapters=adapters,
+            phase=clock.phase,
+        )
+        self.recovery, self._send, self._is_whole_due = recovery, send, False
+        self._begun: GenerationsAhead | None = None
+        self._limit_ahead = 0.0
         self._receipt: Receipt | None = None
         # The gaps of generations, and those of evaluations.
         self.pool, self._evaluated_pool = PooledGap(), PooledGap()
@@ -109,7 +128,7 @@ class Proofs:
             engine,
             self.distribution,
             self.precision,
-            lambda: self.pusher.module_probe,
+            lambda: self.push.module_probe,
             stale_by_design=config.max_staleness > 0,
         )
         self._settings, self._ends = settings, Ends(rules.end_ids, decoding(tokenizer, special=True))
@@ -119,41 +138,29 @@ class Proofs:
         # Of the evaluations of this process.
         self._evaluated = DrawEvidence()
 
-    def _pusher_to(self, engine: Engine) -> ProvenPusher:
-        return ProvenPusher(
-            self._model,
-            engine,
-            self.engine_dtype,
-            self.precision,
-            seed=self._config.seed,
-            quantised=self._config.vllm_quantization is not None,
-            adapter_alone=self._config.vllm_enable_lora,
-            phase=self._clock.phase,
-        )
-
     @property
     def limit(self) -> Tolerance:
         """The limits on the gap of the canary. With an engine in 8 bits they are known after the first canary."""
-        return self.pusher.limit
+        return self.push.limit
 
     @property
     def quantisation(self) -> QuantisationError | None:
         """What it changes that the engine holds the weights in 8 bits; None: it does not."""
-        return self.pusher.quantisation
+        return self.push.quantisation
 
     @property
     def limit_of_tokens(self) -> Tolerance:
         """The limits on the mean gap of sampled tokens."""
-        return self.pusher.limit_of_tokens
+        return self.push.limit_of_tokens
 
     @property
     def probe(self) -> ModuleProbe:
         """The probe of the engine's modules."""
-        return self.pusher.module_probe
+        return self.push.module_probe
 
     def distrust(self) -> None:
         """Probe every module after the next push, because the engine was lost and may be another one now."""
-        self.pusher.distrust()
+        self.push.distrust()
         self.ahead.forget()
 
     def forget_evidence(self) -> None:
@@ -197,28 +204,44 @@ class Proofs:
             "inputs": inputs,
             **servers,
         }
-        self._receipt.append(start_line(step, self.pusher, self._engine.settings(), more))
+        self._receipt.append(start_line(step, self.push, self._engine.settings(), more))
 
-    def prove_engine(self, version: int) -> PushProof:
+    def samples_ahead(self, begun: GenerationsAhead, limit: float) -> None:
+        """The engine will sample generations ahead.
+
+        Args:
+            limit: seconds that a request may wait behind generations that began earlier.
+        """
+        self._begun, self._limit_ahead = begun, limit
+
+    def prove_engine(self, version: int) -> None:
         """Push the weights, probe every module and score the canary. This comes before the engine samples anything.
 
         Raises:
             ProofError: the push, a module or the canary fails.
         """
-        self.pusher.distrust()
-        proof = self.pusher.push(version, canary=True)
-        self.pusher.sample_canary(self.distribution, version)
-        self.tail.outer = self.pusher.limit_of_tokens
-        return proof
+        self.push.distrust()
+        self._is_whole_due = True
+        self._send(version)
 
-    def prove_joining(self, engine: Engine, version: int) -> PushProof:
+    def prove_joining(self, engine: Engine, version: int) -> None:
         """Prove another engine as `prove_engine` proves the run's own, before its servers join.
 
         Raises:
             ProofError: the push, a module or the canary fails.
         """
+        config = self._config
+        pusher = ProvenPusher(
+            self._model,
+            engine,
+            self.engine_dtype,
+            self.precision,
+            seed=config.seed,
+            quantised=config.vllm_quantization is not None,
+            adapter_alone=config.vllm_enable_lora,
+        )
         try:
-            return self._pusher_to(engine).push(version, canary=True)
+            pusher.push(version, canary=True)
         finally:
             drop_record(engine)
 
@@ -281,14 +304,19 @@ class Proofs:
         # A checkpoint that is on the disk needs its line there too.
         self._receipt.append({"kind": "checkpoint", "step": step, "digests": digests}, durable=True)
 
-    def sync(self, version: int, *, every_module: bool = False) -> ProbeRecord:
-        """Push the weights and probe the engine.
+    def pushed(self, record: SyncRecord) -> None:
+        """Weights were pushed.
 
         Raises:
-            ProofError: the engine did not receive, load or commit the weights, or computes with others.
+            ProofError: the engine computes with others.
         """
         # An engine that slept has new memory: the canary asks it as a whole, before it samples.
-        return self.pusher.push(version, every_module=every_module, canary=self._config.engine_sleeps).probe
+        self.push.canary = self._is_whole_due or self._config.engine_sleeps
+        self.push.pushed(record)
+        if self._is_whole_due:
+            self.push.sample_canary(self.distribution, record.version)
+            self.tail.outer = self.push.limit_of_tokens
+        self._is_whole_due = False
 
     @property
     def canary_is_due(self) -> bool:
@@ -440,10 +468,10 @@ class Proofs:
 
     def measure_quantisation(self, completions: Sequence[Completion], version: int, *, always: bool = False) -> None:
         """Measure what an engine in 8 bits changes on these tokens, if it is due or `always`, and set the limits that follow."""
-        found = self.pusher.quantisation
+        found = self.push.quantisation
         if found is not None and (always or found.is_due(version)):
             found.measure(completions, version, self.distribution, regular=not always)
-        self.tail.outer = self.pusher.limit_of_tokens
+        self.tail.outer = self.push.limit_of_tokens
 
     def check_draws(self, draws: DrawStats, version: int) -> None:
         """Bet on a generation's tokens. Further calls for the same version do nothing.
@@ -459,56 +487,11 @@ class Proofs:
     def metrics(self) -> dict[str, float]:
         """Metrics of the last push, and of the last generation's proofs."""
         kept = self.kept_sets.metrics() if self.distribution.sampling.is_filtered else {}
-        pushed = {} if self.pusher.proof is None else self.pusher.proof.push.metrics()
-        if self.pusher.quantisation is not None:
-            pushed |= self.pusher.quantisation.metrics()
+        pushed = {} if self.push.proof is None else self.push.proof.push.metrics()
+        if self.push.quantisation is not None:
+            pushed |= self.push.quantisation.metrics()
         judged = self.judged_now.metrics()
         return pushed | kept | judged | self.ahead.metrics() | draw_metrics(self._draws, self._drawn)
-
-    def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
-        """Write the receipt's line of a step whose proofs have passed.
-
-        Args:
-            gap: over the tokens that the weights of `version` sampled, except the tokens that are left aside.
-            sampled: how many tokens the engine sampled in all.
-            aside: how many of them are left aside, because nothing is learned from them and their group was not drawn.
-        """
-        assert self._receipt is not None
-        more = {
-            "sampled_tokens": sampled,
-            "aside_tokens": aside,
-            **self._of_staleness(sampled - aside - gap.tokens),
-            "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
-        }
-        line = step_line(step, version, self.pusher, gap, self.tail.limit, self.judged_now, self.pool.waiting, more)
-        self._receipt.append(line)
-        self.tail.passed(gap)
-
-    def _of_staleness(self, stale: int) -> dict[str, Any]:
-        """The receipt's fields about stale tokens; empty for a run that has none."""
-        found = self.ahead.figures()
-        return {"stale_tokens": stale, **{name: figures(*of) for name, of in found.items()}} if found else {}
-
-
-class GenerationProofs:
-    """The proofs on generations.
-
-    Args:
-        ahead: the generations that the engine samples ahead; None: there are none.
-        push: pushes the weights of a version. It is called if the engine was lost after it was asked.
-        limit: seconds that a request may wait behind generations that began earlier.
-    """
-
-    def __init__(
-        self,
-        proofs: Proofs,
-        recovery: Recovery,
-        ahead: GenerationsAhead | None,
-        push: Callable[[int], None],
-        limit: float,
-    ) -> None:
-        self._proofs, self._recovery, self.ahead = proofs, recovery, ahead
-        self._push, self._limit = push, limit
 
     def check(
         self,
@@ -532,28 +515,51 @@ class GenerationProofs:
             ProofError: tokens are missing, the gap is over a limit, or the tokens are no draws from what was reported.
         """
         version = generation.version
-        if self.ahead is not None:
+        if (begun := self._begun) is not None:
             if not record:
                 # The gap is checked once per generation, together with the canary. The policy does not change before that.
-                self._proofs.check_draws(draws, version)
+                self.check_draws(draws, version)
                 return
-            self._recovery.run(lambda: self._prove_ahead(generation))
-        self._proofs.check_gap(gap, kept_sets, generation.due_tokens, generation.completions, version)
-        self._proofs.check_draws(draws, version)
+            self.recovery.run(lambda: self._prove_ahead(begun, generation))
+        self.check_gap(gap, kept_sets, generation.due_tokens, generation.completions, version)
+        self.check_draws(draws, version)
         if record:
-            self._proofs.write(gap, generation.sampled_tokens, generation.aside_tokens, step, version)
+            self.write(gap, generation.sampled_tokens, generation.aside_tokens, step, version)
 
-    def _prove_ahead(self, generation: Generation) -> None:
+    def _prove_ahead(self, begun: GenerationsAhead, generation: Generation) -> None:
         """The proofs of a run with tokens of older weights, before the policy changes."""
-        assert self.ahead is not None
         version = generation.version
-        if not self._proofs.canary_is_due:
+        if not self.canary_is_due:
             # The engine was lost after it was asked.
-            self._push(version)
-            self._proofs.ask_again(generation.completions, version, self._limit)
-        self._proofs.check_asked_again(version)
-        begun = {number: [c for r in found for c in r.branches] for number, found in self.ahead.finished().items()}
-        self._proofs.check_begun(begun, version)
+            self._send(version)
+            self.ask_again(generation.completions, version, self._limit_ahead)
+        self.check_asked_again(version)
+        finished = {number: [c for r in found for c in r.branches] for number, found in begun.finished().items()}
+        self.check_begun(finished, version)
+
+    def write(self, gap: GapStats, sampled: int, aside: int, step: int, version: int) -> None:
+        """Write the receipt's line of a step whose proofs have passed.
+
+        Args:
+            gap: over the tokens that the weights of `version` sampled, except the tokens that are left aside.
+            sampled: how many tokens the engine sampled in all.
+            aside: how many of them are left aside, because nothing is learned from them and their group was not drawn.
+        """
+        assert self._receipt is not None
+        more = {
+            "sampled_tokens": sampled,
+            "aside_tokens": aside,
+            **self._of_staleness(sampled - aside - gap.tokens),
+            "draws": {**self._draws.data(), "z": self._drawn.z, "tokens": self._drawn.tokens},
+        }
+        line = step_line(step, version, self.push, gap, self.tail.limit, self.judged_now, self.pool.waiting, more)
+        self._receipt.append(line)
+        self.tail.passed(gap)
+
+    def _of_staleness(self, stale: int) -> dict[str, Any]:
+        """The receipt's fields about stale tokens; empty for a run that has none."""
+        found = self.ahead.figures()
+        return {"stale_tokens": stale, **{name: figures(*of) for name, of in found.items()}} if found else {}
 
 
 class EngineWatch:
@@ -588,11 +594,11 @@ class EngineWatch:
         self.searches_top_p, self._proven, self._seeds = False, False, Seeds()
         self._limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(model))
         self._proofs: Proofs | None = None
-        self._generations: GenerationProofs | None = None
-        self._recovery: Recovery | None = None
 
-    def opened(self, engine: Engine) -> Proofs:
-        """There is an engine on this rank."""
+    def opened(
+        self, engine: Engine, adapters: AdapterPusher | None, recovery: Recovery, send: Callable[[int], None]
+    ) -> Proofs:
+        """There is an engine on this rank. The arguments are those of `Proofs`."""
         self._proofs = Proofs(
             self.model,
             engine,
@@ -601,16 +607,12 @@ class EngineWatch:
             self._clock,
             self._settings,
             self._sampling,
+            adapters,
+            recovery,
+            send,
             bets=self._bets,
         )
         return self._proofs
-
-    def works(
-        self, recovery: Recovery, ahead: GenerationsAhead | None, push: Callable[[int], None], limit: float
-    ) -> None:
-        """The engine of this rank can be given work. The arguments are those of `GenerationProofs`."""
-        self._recovery = recovery
-        self._generations = GenerationProofs(self.proofs, recovery, ahead, push, limit)
 
     @property
     def proofs(self) -> Proofs:
@@ -622,12 +624,6 @@ class EngineWatch:
         if self._proofs is None:
             raise InputError(f"rank {self._ranks.rank} holds no engine")
         return self._proofs
-
-    @property
-    def generations(self) -> GenerationProofs:
-        """The proofs on what a generation learned from; only on the rank that holds the engine."""
-        assert self._generations is not None
-        return self._generations
 
     @property
     def limit(self) -> Tolerance:
@@ -644,13 +640,21 @@ class EngineWatch:
             self._prove("prove", lambda: self.proofs.prove_engine(version))
 
     def _prove(self, name: str, prove: Callable[[], object]) -> None:
-        def work() -> None:
-            assert self._recovery is not None
-            self._recovery.run(prove)
-
         with busy(_PROVING, self._clock.progress):
-            self._ranks.on_owner(name, work)
+            self._ranks.on_owner(name, lambda: self.proofs.recovery.run(prove))
         self._proven = True
+
+    def pushing(self) -> None:
+        """Weights will be pushed."""
+        self.proofs.push.pushing()
+
+    def pushed(self, record: SyncRecord) -> None:
+        """Weights were pushed.
+
+        Raises:
+            ProofError: the engine computes with others.
+        """
+        self.proofs.pushed(record)
 
     def asked(self, starts: Sequence[Start], version: int) -> None:
         """Requests will be sent. No two of them may have one seed."""

@@ -50,7 +50,8 @@ from lockstep.definitions.quantisation import quantised_rows
 from lockstep.engines.vllm.arguments import QUANTIZATIONS
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import head_name
-from lockstep.sync.source import PlainSource, weights_of
+from lockstep.sync.push import weights_of
+from lockstep.sync.source import PlainSource
 from lockstep.to_device import on_host, sent
 from lockstep.watch.tolerances import output_rounding, probe_limit
 

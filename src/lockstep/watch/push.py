@@ -1,7 +1,6 @@
-"""A push and its proofs: send the weights, probe the engine's modules, compare the canary.
+"""The proofs of a push: probe the engine's modules, and compare the canary.
 
-Every push of a trained model goes through this module: pushes of the training loop, of TRL's trainers, and of users'
-own trainers. This module calls `sync/push.py`, `watch/modules.py` and `watch/canary.py`, in this order.
+`PushWatch` proves the pushes that a run makes. `ProvenPusher` also makes them, for trainers that are not Lockstep's own.
 """
 
 from __future__ import annotations
@@ -32,6 +31,8 @@ from lockstep.watch.tolerances import Tolerance, tolerance
 
 _logger = logging.getLogger(__name__)
 
+# What failed if an engine or a library fails during a push.
+NOT_PUSHED = "the weights could not be pushed into the engine"
 Phase = Callable[[str], AbstractContextManager]
 # Told once, where the sharper canary of an engine in 8 bits is left out.
 _COMPILED = (
@@ -56,11 +57,11 @@ class PushProof:
     canary: GapStats | None
 
 
-class ProvenPusher:
-    """Pushes a model's weights into an engine and proves each push.
+class PushWatch:
+    """The proofs of the pushes of one model into one engine.
 
-    The first push after the start, after a push that was not proven, or after `distrust`, sends everything and probes every module
-    of the engine. Later pushes send what changed, and probe a sample of the modules, unless the caller asks for all.
+    The first push after the start, after a push that was not proven, or after `distrust`, sends everything, and every module of the
+    engine is probed. Later pushes send what changed, and a sample of the modules is probed, unless `every_module` asks for all.
 
     Args:
         model: the trained model; it is only read.
@@ -69,8 +70,13 @@ class ProvenPusher:
         precision: the dtypes in which the trainer computes its forward.
         seed: seed of the run; the probe vectors depend on it and on the version.
         quantised: whether the engine holds the weights in 8 bits.
-        adapter_alone: whether the engine gets the adapter alone, for vLLM's own LoRA, instead of merged weights.
-        phase: measures the time of a push (under the name "sync") and of its proofs ("verify").
+        adapters: pushes the adapter alone, for vLLM's own LoRA; None: merged weights are pushed.
+        phase: measures the time of the proofs ("verify").
+
+    Attributes:
+        every_module: probe every module after the next push.
+        canary: score the canary after the next push.
+        proof: of the last push; None before the first.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class ProvenPusher:
         *,
         seed: int = 0,
         quantised: bool = False,
-        adapter_alone: bool = False,
+        adapters: AdapterPusher | None = None,
         phase: Phase = lambda name: nullcontext(),
     ) -> None:
         self._model, self._engine, self._dtype = model, engine, engine_dtype
@@ -93,11 +99,11 @@ class ProvenPusher:
             if quantised
             else None
         )
-        self._seed, self._phase = seed, phase
-        self._adapters = AdapterPusher(model, engine) if adapter_alone else None
+        self._seed, self._phase, self._adapters = seed, phase, adapters
         self._module_probe: ModuleProbe | None = None
         self._probed: tuple[str, ...] = ()
         self._trusted, self._told = False, False
+        self.every_module, self.canary = True, False
         self.proof: PushProof | None = None
 
     @property
@@ -134,35 +140,27 @@ class ProvenPusher:
         has failed."""
         self._trusted = False
 
-    def push(self, version: int, *, every_module: bool = False, canary: bool = False) -> PushProof:
-        """Push the weights as `version`, and prove that the engine computes with them.
-
-        Args:
-            every_module: probe all modules, even if this is not the first push.
-            canary: also score the canary.
-
-        Raises:
-            ProofError: the engine did not receive, load or commit the weights, or computes with other weights.
-            LockstepError: the engine or a library raised an error of its own. The message has its type, its text and its place.
-        """
-        trusted, self._trusted = self._trusted, False
-        if not trusted:
+    def pushing(self) -> None:
+        """The weights will be pushed. If the last push was not proven, this one sends everything, and every module is probed."""
+        if not self._trusted:
+            self.every_module = True
             # What was left out would stay as it is, also if it is wrong.
             forget_push(self._engine)
-        with self._phase("sync"):
-            record = self._send(version)
+        self._trusted = False
+
+    def pushed(self, record: SyncRecord) -> PushProof:
+        """The weights were pushed. Prove that the engine computes with them.
+
+        Raises:
+            ProofError: the engine computes with other weights.
+            LockstepError: the engine or a library raised an error of its own. The message has its type, its text and its place.
+        """
         with self._phase("verify"):
-            probe = self.probe(version, every_module=every_module or not trusted)
-            gap = self.score_canary(version) if canary else None
-        self._trusted = True
+            probe = self.probe(record.version, every_module=self.every_module)
+            gap = self.score_canary(record.version) if self.canary else None
+        self._trusted, self.every_module, self.canary = True, False, False
         self.proof = PushProof(record, probe, gap)
         return self.proof
-
-    @foreign_errors("the weights could not be pushed into the engine")
-    def _send(self, version: int) -> SyncRecord:
-        if self._adapters is not None:
-            return self._adapters.push(version)
-        return push_weights(self._model, self._engine, version)
 
     @foreign_errors("the modules of the engine could not be probed")
     def probe(self, version: int, *, every_module: bool = True) -> ProbeRecord:
@@ -214,3 +212,44 @@ class ProvenPusher:
             self.quantisation.sampled_with_whole_inputs = sample_with_whole_inputs(
                 self._engine, self.quantisation, sequences, distribution, self._limit, version
             )
+
+
+class ProvenPusher(PushWatch):
+    """Pushes a model's weights into an engine and proves each push.
+
+    Args:
+        adapter_alone: whether the engine gets the adapter alone, for vLLM's own LoRA, instead of merged weights.
+        seed, quantised: as `PushWatch` has them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        engine: Engine,
+        engine_dtype: torch.dtype,
+        precision: Precision,
+        *,
+        seed: int = 0,
+        quantised: bool = False,
+        adapter_alone: bool = False,
+    ) -> None:
+        adapters = AdapterPusher(model, engine) if adapter_alone else None
+        super().__init__(model, engine, engine_dtype, precision, seed=seed, quantised=quantised, adapters=adapters)
+
+    def push(self, version: int, *, every_module: bool = False, canary: bool = False) -> PushProof:
+        """Push the weights as `version`, and prove that the engine computes with them.
+
+        Args:
+            every_module: probe all modules, even if this is not the first push.
+            canary: also score the canary.
+
+        Raises:
+            ProofError: the engine did not receive, load or commit the weights, or computes with other weights.
+            LockstepError: the engine or a library raised an error of its own. The message has its type, its text and its place.
+        """
+        self.every_module, self.canary = every_module, canary
+        self.pushing()
+        with foreign_errors(NOT_PUSHED):
+            adapters = self._adapters
+            record = push_weights(self._model, self._engine, version) if adapters is None else adapters.push(version)
+        return self.pushed(record)

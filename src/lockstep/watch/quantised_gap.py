@@ -29,7 +29,8 @@ from lockstep.contract.sampling import Sampling
 from lockstep.definitions.quantisation import quantised_linear, quantised_rows
 from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import Precision, autocast_dtype
-from lockstep.sync.source import PlainSource, weights_of
+from lockstep.sync.push import weights_of
+from lockstep.sync.source import PlainSource
 from lockstep.watch.canary import canary_gap
 from lockstep.watch.gap import GapStats, measure_gap
 from lockstep.watch.rescoring import casting_once, completion_logps, sampled_logps

@@ -11,11 +11,11 @@ from typing import Any
 
 from lockstep.contract.protocol import EngineSettings
 from lockstep.watch.gap import GapStats, JudgedGap
-from lockstep.watch.push import ProvenPusher
+from lockstep.watch.push import PushWatch
 from lockstep.watch.tolerances import Tolerance
 
 
-def start_line(step: int, pusher: ProvenPusher, settings: EngineSettings, more: Mapping[str, Any]) -> dict[str, Any]:
+def start_line(step: int, pusher: PushWatch, settings: EngineSettings, more: Mapping[str, Any]) -> dict[str, Any]:
     """The line of a run's start, after the first push and its canary.
 
     Args:
@@ -45,7 +45,7 @@ def start_line(step: int, pusher: ProvenPusher, settings: EngineSettings, more: 
 def step_line(
     step: int,
     version: int,
-    pusher: ProvenPusher,
+    pusher: PushWatch,
     gap: GapStats,
     limit: Tolerance,
     judged: JudgedGap,
@@ -92,7 +92,7 @@ def figures(gap: GapStats, limit: Tolerance | None = None) -> dict[str, float]:
     return found if limit is None else {**found, "max_allowed": limit.largest(gap.tokens)}
 
 
-def _of_push(pusher: ProvenPusher) -> dict[str, Any]:
+def _of_push(pusher: PushWatch) -> dict[str, Any]:
     """What the last probe has found; for an engine in 8 bits, also its codes, its quantisation error and its second canary."""
     assert pusher.proof is not None
     probed, found = pusher.proof.probe, pusher.quantisation

@@ -25,7 +25,7 @@ from lockstep.models.autocast import Precision, head_dtype
 from lockstep.models.logits import transformed_logits
 from lockstep.models.policy import fp32_head_product
 from lockstep.shards.model import sharded
-from lockstep.sync.source import weights_of
+from lockstep.sync.push import weights_of
 from lockstep.to_device import sent
 from lockstep.tokens.arrays import Ids, small_ids, whole_numbers
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids

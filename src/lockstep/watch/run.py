@@ -36,7 +36,7 @@ from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.scores.rewards import Scorer
-from lockstep.sync.live import check_same_parameters
+from lockstep.sync.push import check_same_parameters
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.events import Evidence
 from lockstep.training.forward.scoring import TokenScores
@@ -343,9 +343,7 @@ class RunWatch:
 
     def _judge(self, evidence: TokenEvidence, generation: Generation, step: int, *, record: bool = True) -> None:
         """The gap and the draws of a whole generation, on the rank that holds the engine."""
-        self._engine.generations.check(
-            evidence.gap, evidence.draws, evidence.kept_sets, generation, step, record=record
-        )
+        self._engine.proofs.check(evidence.gap, evidence.draws, evidence.kept_sets, generation, step, record=record)
 
     def _prove_backward(self, check: Callable[[int], Checked]) -> None:
         """Check the model's backward on every rank, log what was found, and write into the receipt what could not be proven."""

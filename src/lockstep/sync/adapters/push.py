@@ -27,8 +27,8 @@ from lockstep.contract.tensors import LoadedWeights, digest_under, key_of, one_p
 from lockstep.errors import InputError, ProofError
 from lockstep.sync.adapters.live import check_adapter_live
 from lockstep.sync.adapters.source import AdapterSource, BaseSource, adapter_shape, check_alone
-from lockstep.sync.push import SyncRecord, Update, check_loaded
-from lockstep.sync.source import Manifest
+from lockstep.sync.push import SyncRecord, check_loaded
+from lockstep.sync.source import Manifest, Update
 
 
 class AdapterPusher:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from lockstep.contract.tensors import push_key
 from lockstep.errors import EngineLost
 from lockstep.report.waits import waiting
-from lockstep.sync.push import may_be_base, meta_tensors, pieces
+from lockstep.sync.source import may_be_base, meta_tensors, pieces
 from lockstep.sync.wire.chunks import ALIGNMENT, CHUNK_BYTES, Named, aligned, buffer_bytes, chunks, layout, views
 from lockstep.sync.wire.deltas import Piece, arrived_pieces, available_bytes, count_of, piece_bytes, raw_bytes
 from lockstep.sync.wire.groups.channel import SENDER, GlooChannel

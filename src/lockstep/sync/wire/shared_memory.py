@@ -19,7 +19,7 @@ import torch
 
 from lockstep.contract.tensors import push_key
 from lockstep.errors import InputError
-from lockstep.sync.push import meta_tensors, pieces
+from lockstep.sync.source import meta_tensors, pieces
 from lockstep.sync.wire.chunks import Named, TensorPlace, chunks, layout, views
 from lockstep.sync.wire.deltas import Changes, Piece, arrived_pieces, count_of
 from lockstep.sync.wire.receivers import WeightReceiverCalls, check_pending, finish_all, worker_ranks

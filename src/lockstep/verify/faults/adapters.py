@@ -14,6 +14,7 @@ import lockstep.sync.adapters.source as sources
 from lockstep.contract.adapters import UP
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.vllm.port.faults import lora_of_linear
+from lockstep.sync.push import SyncRecord
 from lockstep.verify.faults.seams import REACH, Fault, Named, Patch, is_vllm, vllm_worker
 from lockstep.verify.stage import Stage
 
@@ -98,16 +99,16 @@ def _not_applied(stage: Stage) -> Patch:
 
 def _slot_overwritten(stage: Stage) -> Patch:
     """After the proofs of a push, another adapter is written into the place of this run's."""
-    real, memory = stage.trainer.proofs.sync, _memory(stage)
+    watch, memory = stage.trainer.source.watch, _memory(stage)
+    real = watch.pushed
 
-    def sync(version: int, **rest: Any) -> Any:
-        found = real(version, **rest)
+    def pushed(record: SyncRecord) -> None:
+        real(record)
         for module in memory.slots.modules.values():
             for up in module.lora_b_stacked:
                 up.copy_(up.flip(2))
-        return found
 
-    return patch.object(stage.trainer.proofs, "sync", sync)
+    return patch.object(watch, "pushed", pushed)
 
 
 def _one_name(stage: Stage) -> Patch:

@@ -21,7 +21,7 @@ from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.tensors import LoadedWeights, tensor_specs
 from lockstep.definitions.settings import user_settings
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.sync.source import weights_of
+from lockstep.sync.push import weights_of
 from lockstep.training.step.generation import Generation
 from lockstep.verify.stage import Stage
 

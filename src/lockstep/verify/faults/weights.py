@@ -10,15 +10,15 @@ from unittest.mock import patch
 import torch
 from torch.nn.functional import linear
 
+import lockstep.run.source as source_module
 import lockstep.sync.push as push_module
 import lockstep.watch.modules as probe_module
-import lockstep.watch.push as proofs_module
 from lockstep.contract.protocol import WeightReceiver
 from lockstep.contract.tensors import Begun, LoadedWeights, TensorSpec
 from lockstep.models.checkpoint_names import expert_names
 from lockstep.shards.model import ShardedModel
-from lockstep.sync.push import SyncRecord, Update
-from lockstep.sync.source import PlainSource
+from lockstep.sync.push import SyncRecord
+from lockstep.sync.source import PlainSource, Update
 from lockstep.sync.wire.deltas import NO_CHANGES, Piece, apply_changes, changes_between, part_of
 from lockstep.verify.faults.seams import (
     Fault,
@@ -43,7 +43,7 @@ def _stale_head(stage: Stage) -> Patch:
         if stage.trainer.proofs.engine_dtype == torch.float32 and not torch.cuda.is_available():
             # vLLM 0.32.0 behaves like this without our fix. With other dtypes or devices the head is not packed into a copy.
             # Imported here, because `lockstep verify --engine transformers` runs without vLLM.
-            import lockstep.engines.vllm.receive as backend
+            import lockstep.engines.vllm.port.receive as backend
 
             return patch.object(backend, "repack_heads", lambda model, written: None)
         layer = vllm_worker(stage).model_runner.model.lm_head
@@ -150,7 +150,7 @@ def _rows_swapped(stage: Stage) -> Patch:
 
 def _experts_not_packed(stage: Stage) -> Patch:
     # vLLM 0.32.0 behaves like this without our fix.
-    import lockstep.engines.vllm.receive as backend
+    import lockstep.engines.vllm.port.receive as backend
 
     return patch.object(backend, "remove_expert_kernels", lambda model: {})
 
@@ -165,7 +165,7 @@ def _needs_packed_experts(stage: Stage) -> str:
 @contextlib.contextmanager
 def _sync_skipped(stage: Stage) -> Iterator[None]:
     """Every second push is skipped, after a change of the weights so small (1e-6) that no log-prob shows it."""
-    real, calls = proofs_module.push_weights, iter(range(1_000_000))
+    real, calls = source_module.push_weights, iter(range(1_000_000))
 
     def every_second(model: torch.nn.Module, engine: WeightReceiver, version: int) -> SyncRecord:
         with torch.no_grad():
@@ -174,7 +174,7 @@ def _sync_skipped(stage: Stage) -> Iterator[None]:
         return SyncRecord(version, "", 0, 0, 0.0) if next(calls) % 2 else real(model, engine, version)
 
     # The self-test changes the weights by far more before each step. Here only this small change counts.
-    with patch.object(proofs_module, "push_weights", every_second), patch.object(stage, "scale", 0.0):
+    with patch.object(source_module, "push_weights", every_second), patch.object(stage, "scale", 0.0):
         yield
 
 
@@ -213,7 +213,7 @@ def _left_out(stage: Stage) -> Patch:
 def _older_base(stage: Stage) -> Iterator[None]:
     """Every push changes one element in 97, others each time. The engine writes them into weights that are one push older than it
     says, and acknowledges what was sent."""
-    held, real = [_in_main_memory(stage)] * 2, proofs_module.push_weights
+    held, real = [_in_main_memory(stage)] * 2, source_module.push_weights
 
     def put_together(sent: Named) -> Named:
         before, now, found = held[1], dict(sent), []
@@ -236,7 +236,7 @@ def _older_base(stage: Stage) -> Iterator[None]:
         return record
 
     # The self-test changes every element before each step.
-    with patch.object(proofs_module, "push_weights", pushed), patch.object(stage, "scale", 0.0):
+    with patch.object(source_module, "push_weights", pushed), patch.object(stage, "scale", 0.0):
         yield
 
 
