@@ -2345,7 +2345,7 @@ MUTATIONS = [
         "tests/rollouts/test_tools.py",
     ),
     Mutation("an environment that failed is used again", "if environment.failed is None:", "if True:", ENVIRONMENTS),
-    Mutation("an environment's process outlives it", "self.instance._end()", "pass", ENVIRONMENTS),
+    Mutation("an environment's process outlives it", "end_process(self.instance)", "pass", ENVIRONMENTS),
     Mutation(
         "the seed of the rollout hides the column",
         'given.setdefault("seed", seed)',

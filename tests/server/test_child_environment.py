@@ -114,6 +114,7 @@ def test_the_engines_processes_of_a_server_do_not_get_it_and_the_guard_has_it() 
     """In a process of its own, because a process keeps the key that it has taken."""
     program = f"""
 import os
+from lockstep.server.guard import KeyGuard
 from lockstep.server.keys import guards_key, take_key
 take_key()
 assert {KEY_VARIABLE!r} not in os.environ

@@ -131,7 +131,7 @@ class Receiver:
             assert all(
                 self.reference.take([(name, wire(piece))]) for name, piece in tensors.pieces(deltas=True) if sent(piece)
             )
-            arrived = self.reference.totake()
+            arrived = self.reference.to_load()
         else:
             arrived = [(name, tensor.clone()) for name, tensor in tensors]
         self.pushes.append([name for name, _ in arrived])
@@ -370,7 +370,7 @@ class KeepingWorker(Worker):
     def take(self, arrived: Sequence[Any]) -> None:
         if self.keeps:
             assert self.reference.take(arrived)
-            self.found |= {name: tensor.clone() for name, tensor in self.reference.totake()}
+            self.found |= {name: tensor.clone() for name, tensor in self.reference.to_load()}
         else:
             super().take(arrived)
 
