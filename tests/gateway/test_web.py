@@ -305,6 +305,8 @@ class TestConnections:
     def small(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
         """A gateway in a process that may open 400 files."""
         monkeypatch.setattr("lockstep.gateway.connections.raise_file_limit", lambda: 400)
+        # No connection is closed because it is idle for long.
+        monkeypatch.setattr("lockstep.gateway.connections.HEAD_LIMIT", 10.0 * LIMIT)
         made = Gateway(RunLimits("tiny", Sampling(max_tokens=8)))
         yield made
         made.close()
