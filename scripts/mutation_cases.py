@@ -2095,7 +2095,7 @@ MUTATIONS = [
         "while self._ahead:",
         "tests/report/test_phases.py::test_a_log_does_not_wait_and_a_later_one_has_the_seconds",
     ),
-    Mutation("a wait is never told", "self._open.add(wait)", "pass", "tests/report/test_silence.py"),
+    Mutation("a wait is never told", "self.open.add(wait)", "pass", "tests/report/test_silence.py"),
     Mutation(
         "a wait is told twice per second",
         "elif now - when < pause:",
@@ -2376,7 +2376,7 @@ MUTATIONS = [
         "tests/rollouts/test_tools.py",
     ),
     Mutation("an environment that failed is used again", "if environment.failed is None:", "if True:", ENVIRONMENTS),
-    Mutation("an environment's process outlives it", "self.instance._end()", "pass", ENVIRONMENTS),
+    Mutation("an environment's process outlives it", "end_process(self.instance)", "pass", ENVIRONMENTS),
     Mutation(
         "the seed of the rollout hides the column",
         'given.setdefault("seed", seed)',
@@ -3364,7 +3364,7 @@ MUTATIONS = [
     Mutation(
         "a long silence is broken every five seconds without end",
         "seconds = min(2 * seconds, _LONGEST)",
-        "seconds = self._first",
+        "seconds = FIRST",
         "tests/report/test_silence.py::test_a_silence_is_broken_after_five_seconds_and_then_ever_more_rarely_up_to_a_minute",
     ),
     Mutation(

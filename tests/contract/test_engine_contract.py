@@ -218,7 +218,6 @@ def test_no_request_is_sent_if_one_names_more_ids_than_the_engine_takes(
         pytest.skip("only vLLM has such limits, on GPUs")
     small = replace(settings, request_limits={"bad_words": 2})
     monkeypatch.setattr(engine, "settings", lambda: small)
-    monkeypatch.setattr(engine, "_settings", small, raising=False)
     monkeypatch.setattr(engine, "serve", pytest.fail)
     over = requests(1, Sampling(max_tokens=1, bad_words=((5,), (6,), (7,))))
     with pytest.raises(InputError, match="bad_words has 3 sequences"):

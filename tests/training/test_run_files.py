@@ -129,9 +129,10 @@ def strict(text: str) -> Any:
 
 
 def test_the_files_of_a_run_are_json_where_a_figure_is_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, nan = RunFiles(SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path))), 0.0), float("nan")  # type: ignore[arg-type]
-    files._is_training = True
-    monkeypatch.setattr(files, "_write_now_and_then", lambda: None)
+    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)), ranks=SimpleNamespace(owner=True))
+    files, nan = RunFiles(trainer, 0.0), float("nan")  # type: ignore[arg-type]
+    files.on_train_begin(None, None, None)
+    monkeypatch.setattr(files, "write_report", lambda: None)
     files.on_log(None, SimpleNamespace(global_step=3), None, {"loss": nan, "entropy": 1.0, "eval_reward": float("inf")})
     assert strict((tmp_path / "metrics.jsonl").read_text()) == {
         "step": 3,
