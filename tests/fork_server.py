@@ -31,6 +31,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vllm_once import search_kernels_once
+
 # The libraries that servers and trainers import. Every program imports Lockstep itself again.
 MODULES = (
     "transformers.trainer",
@@ -56,9 +58,13 @@ def import_all() -> None:
     gc.disable()
     import torch
 
-    for name in (*MODULES, WORKERS["cuda" if torch.cuda.is_available() else "cpu"]):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in (*MODULES, WORKERS[device]):
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
+    if device == "cpu" and (platforms := sys.modules.get("vllm.platforms.cpu")):
+        search_kernels_once()
+        platforms.CpuPlatform.register_triton_kernel_overrides()
     # A fork has no other thread than this one, and no library may rely on one.
     assert threading.active_count() == 1, threading.enumerate()
     subprocess._fork_exec = fork_or_exec  # type: ignore[attr-defined]
@@ -66,6 +72,8 @@ def import_all() -> None:
     given = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: given("fork" if method == "spawn" else method)  # type: ignore[assignment]
     os.register_at_fork(after_in_child=_leave_what_is_the_parents)
+    # As in `conftest.py`.
+    os.fsync = lambda fd: None  # type: ignore[assignment]
     set_title("fork server of Lockstep's tests")
     gc.enable()
     gc.collect()
