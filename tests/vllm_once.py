@@ -1,7 +1,7 @@
 """What vLLM does at every start of an engine, and what a test process needs to do once.
 
 On a CPU, vLLM puts functions in the place of its Triton kernels. It looks for each kernel among all names of all imported modules,
-which is a third of the time that the start of a tiny model takes. The functions stay there, so that a later search finds nothing new.
+which is a third of the time that the start of a tiny model takes. The functions stay there: a later search finds nothing new.
 """
 
 from __future__ import annotations
