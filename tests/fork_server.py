@@ -21,6 +21,7 @@ import runpy
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -173,6 +174,9 @@ def _leave_what_is_the_parents() -> None:
     signal.set_wakeup_fd(-1)
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
+            # A copy of a pipe would stay open, and the pipe's other end would never see its end.
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
             with socket.socket(fileno=os.dup(fd)) as found:
                 network = found.family in (socket.AF_INET, socket.AF_INET6)
         except OSError:
