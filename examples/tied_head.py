@@ -27,7 +27,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         open_stage(model, stage_config(folder, use_vllm=True, bf16=False)) as stage,
     ):
-        import lockstep.engines.vllm.receive as backend
+        import lockstep.engines.vllm.port.receive as backend
 
         if stage.model.get_output_embeddings().weight is not stage.model.get_input_embeddings().weight:
             sys.exit(f"{model} has a head of its own; this example needs a model with a tied head")

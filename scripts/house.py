@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ways import FUNCTIONS, PARAMETER, PROMPT, House, Way, way
+from ways import FUNCTIONS, PARAMETER, PROMPT, SELF_PROVEN_PARAMETER, House, Way, way
 
 
 def the_loop(house: House) -> tuple[str, list[str]]:
@@ -307,7 +307,8 @@ def main() -> int:
     asked = parser.parse_args()
     house = House(asked.tree.resolve())
     print("| | this tree | asked, first half | asked, second half |\n|---|---|---|---|")
-    found_ways = way(house, PROMPT), way(house, PARAMETER)
+    parameter = PARAMETER if "RolloutSource.send" in house.places else SELF_PROVEN_PARAMETER
+    found_ways = way(house, PROMPT), way(house, parameter)
     table = rows(house, *found_ways)
     for what, figure, wanted, _ in table:
         print(f"| {what} | {figure} | {' | '.join(w.strip() or '-' for w in wanted.split('|'))} |")

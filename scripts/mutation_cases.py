@@ -1002,7 +1002,7 @@ MUTATIONS = [
     ),
     Mutation("a k3 of any size", "k3=limit.k3 + _ROOM**2 * error.k3", "k3=limit.k3 + 99 * error.k3", QUANTISED_GAP),
     Mutation("old weights in the source of a push", "if spec != other]", "if False]", LIVE),
-    Mutation("a wrong merge", "if not difference <= allowed:", "if False:", LIVE),
+    Mutation("a wrong merge", "not error[0] <= error[1]", "False", LIVE),
     Mutation("a wrong merge of an adapter that adds little", "torch.float32: 5e-6", "torch.float32: 1e-3", LIVE),
     Mutation("a right merge with rounding", "_tolerance(base.weight) * float", "0.0 * float", LIVE),
     Mutation("a worker that counts in another's push", "if int(counters[_PUSH]) == push:", "if True:", SLOTS),

@@ -32,6 +32,13 @@ PROMPT = """
 """
 # What a parameter passes through on its way to vLLM in this process.
 PARAMETER = """
+    TrainingLoop.rollout RolloutSource.push RolloutSource.send push_weights weights_of PlainSource checkpoint_tensors
+    Update one_push TensorSpec check_live VLLMInProcess.begin_update VLLMInProcess.load OwnWorker.load register
+    _LayerwiseTransfer.start_weight_update begin_reload InProcessWeightTransfer.receive_weights
+    _LayerwiseTransfer.finish_weight_update HeldWeights.add LoadedWeights
+"""
+# The same in trees without `RolloutSource.send`: the push proved itself on its way, instead of telling the watch.
+SELF_PROVEN_PARAMETER = """
     TrainingLoop.rollout RolloutSource.push Proofs.sync ProvenPusher.push push_weights weights_of
     PlainSource checkpoint_tensors causal_model Update one_push TensorSpec VLLMInProcess.begin_update
     VLLMInProcess.load OwnWorker.load register _LayerwiseTransfer.start_weight_update begin_reload

@@ -23,7 +23,7 @@ def config(folder: Path, **changes: object) -> GRPOConfig:
 @contextmanager
 def in_small_parts() -> Iterator[None]:
     """vLLM in this process loads a tiny model in several parts."""
-    import lockstep.engines.vllm.receive as backend
+    import lockstep.engines.vllm.port.receive as backend
 
     with patch.object(backend, "PART_BYTES", PART_BYTES):
         yield

@@ -209,7 +209,7 @@ def test_a4_truncation_is_the_engines_word(stage: Stage) -> None:
 
 
 def test_weights_of_an_adapter_are_not_taken_for_those_of_its_model(untied_dir: str) -> None:
-    # An unknown wrapper has names that the engine does not have; LoRA has its own source (sync/source.py).
+    # An unknown wrapper has names that the engine does not have; LoRA has its own source (sync/merged.py).
     engine = start("transformers", untied_dir)
     with pytest.raises(ProofError, match="manifest"):
         push_weights(torch.nn.ModuleDict({"base_model": make_model()}), engine, 1)

@@ -71,7 +71,7 @@ def waits_of_slots(log: Any) -> int:
 
 
 class Worker:
-    """Does what a server's worker does in a push (`engines/vllm/receive.py`), with a dictionary in the place of vLLM's model."""
+    """Does what a server's worker does in a push (`engines/vllm/port/receive.py`). A dictionary stands for vLLM's model."""
 
     def __init__(self) -> None:
         import torch

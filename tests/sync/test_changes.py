@@ -356,7 +356,7 @@ def test_a_fault_in_the_engines_memory_is_found_by_the_probe_and_then_overwritte
 
 
 class KeepingWorker(Worker):
-    """A server's worker that takes pieces as the real one does (`engines/vllm/receive.py`)."""
+    """A server's worker that takes pieces as the real one does (`engines/vllm/port/receive.py`)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_model, perturbed, save_model
 from transformers import PreTrainedModel
 
-import lockstep.engines.vllm.receive
+import lockstep.engines.vllm.port.receive
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
@@ -59,7 +59,7 @@ def test_a_tied_head_follows_the_embedding(tied_vllm: VLLMInProcess) -> None:
 def test_the_gap_catches_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_model("llama", tied=True)
     push_weights(base, tied_vllm, 1)
-    monkeypatch.setattr(lockstep.engines.vllm.receive, "repack_heads", lambda model, written: None)
+    monkeypatch.setattr(lockstep.engines.vllm.port.receive, "repack_heads", lambda model, written: None)
     moved = perturbed(base, scale=0.5)
     # vLLM reports only success: the load is acknowledged and the version advances.
     assert push_weights(moved, tied_vllm, 2).version == tied_vllm.version == 2
@@ -70,7 +70,7 @@ def test_the_gap_catches_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch
 def test_the_probe_names_a_stale_tied_head(tied_vllm: VLLMInProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     base = make_model("llama", tied=True)
     push_weights(base, tied_vllm, 1)
-    monkeypatch.setattr(lockstep.engines.vllm.receive, "repack_heads", lambda model, written: None)
+    monkeypatch.setattr(lockstep.engines.vllm.port.receive, "repack_heads", lambda model, written: None)
     moved = perturbed(base, scale=0.01)
     push_weights(moved, tied_vllm, 2)
     probe = ModuleProbe(moved, tied_vllm, torch.float32)

@@ -7,6 +7,7 @@ model merged (H7). The adapted layers are found here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +16,18 @@ from transformers.pytorch_utils import Conv1D
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model
 from lockstep.models.checkpoint_names import checkpoint_tensors
+from lockstep.models.cuda import rounds_products
 from lockstep.models.quantised import dequantised, is_quantised, meta_tensor_of
 from lockstep.shards.model import ShardedModel, sharded
 from lockstep.shards.parts import is_sharded
 from lockstep.sync.source import PlainSource
 
+# Largest allowed difference between the outputs of a merged layer and of the layer with its adapter, divided by the rms of the
+# outputs. By the dtype of the base weights. Largest values on tiny models, over 64 to 384 outputs: 9e-7 in float32, 0.027 in
+# bfloat16 (`tests/sync/test_live.py`).
+_TOLERANCES = {torch.float64: 1e-12, torch.float32: 5e-6}
+_HALF_TOLERANCE = 0.08
+_EMBEDDING_ROWS = 64
 _DORA = ("DoraLinearVariant", "DoraEmbeddingVariant")
 
 
@@ -77,6 +85,15 @@ class AdaptedSource(PlainSource):
             if name.endswith("bias"):
                 return _merged_bias(layer, adapter, base, self._shards)
             return _merged_weight(layer, adapter, base, self._shards)
+
+    @staticmethod
+    def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        return PlainSource.unmerged(causal_model(model))
+
+    def merge_error(
+        self, model: torch.nn.Module, name: str, merged: torch.Tensor, version: int
+    ) -> tuple[float, float] | None:
+        return _merge_error(model, self, name, merged, version)
 
     def owning_module(self, name: str) -> torch.nn.Module:
         return self._owning_modules[name]
@@ -297,3 +314,72 @@ def _merged_bias(layer: Any, adapter: str, base: torch.Tensor, shards: ShardedMo
 
 def _wider_dtype(base: torch.Tensor) -> torch.dtype:
     return torch.promote_types(base.dtype, torch.float32)
+
+
+# ---- a merged weight, and the live layer --------------------------------------------------------------------------------
+
+
+def _merge_error(
+    model: torch.nn.Module, source: PlainSource, name: str, merged: torch.Tensor, version: int
+) -> tuple[float, float] | None:
+    layer_name = name.removesuffix(".weight")
+    layer: Any = causal_model(model).get_submodule(layer_name)
+    base: Any = source.owning_module(name)
+    if merged.dim() != 2:
+        # A norm that was trained as a whole (`modules_to_save`).
+        return None
+    if is_quantised(base.weight) and not base.training:
+        # A forward would pack the 4-bit weights for inference, and nothing would unpack them again.
+        return None
+    inputs = _inputs(base, merged, version)
+    shards = sharded(model)
+    bias = source.tensor(f"{layer_name}.bias") if f"{layer_name}.bias" in source.names else None
+    with torch.no_grad(), without_dropout(layer), torch.autocast(merged.device.type, enabled=False):
+        # The layer runs alone here. Its sharded weights must be gathered, because no forward of the whole model gathers them.
+        with nullcontext() if shards is None else shards.whole_around(layer):
+            layer_output = layer(inputs)
+        merged_output = _merged_output(base, merged, bias, inputs)
+    difference = float((layer_output - merged_output).abs().max())
+    return difference, _tolerance(base.weight) * float(merged_output.square().mean().sqrt())
+
+
+def _inputs(base: torch.nn.Module, merged: torch.Tensor, seed: int) -> torch.Tensor:
+    """Inputs of a layer: ids for an embedding, one random vector for a linear layer; on the layer's device and in its dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(base, torch.nn.Embedding):
+        return torch.randint(len(merged), (_EMBEDDING_ROWS,), generator=generator).to(merged.device)
+    width = merged.shape[0] if isinstance(base, Conv1D) else merged.shape[1]
+    return torch.randn(1, width, generator=generator).to(merged.device, merged.dtype)
+
+
+def _merged_output(
+    base: torch.nn.Module, merged: torch.Tensor, bias: torch.Tensor | None, inputs: torch.Tensor
+) -> torch.Tensor:
+    """The output of a layer with the merged weight, in float32 or wider."""
+    wide = torch.promote_types(merged.dtype, torch.float32)
+    if isinstance(base, torch.nn.Embedding):
+        # Some families scale the rows that they look up.
+        return merged[inputs].to(wide) * getattr(base, "embed_scale", 1.0)
+    weight = merged.T if isinstance(base, Conv1D) else merged
+    return torch.nn.functional.linear(inputs.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+
+def _tolerance(weight: torch.Tensor) -> float:
+    rounded = weight.is_cuda and rounds_products(torch.float32)
+    return _HALF_TOLERANCE if is_quantised(weight) or rounded else _TOLERANCES.get(weight.dtype, _HALF_TOLERANCE)
+
+
+@contextmanager
+def without_dropout(layer: torch.nn.Module) -> Iterator[None]:
+    """Switch off the layer's dropout in this context.
+
+    The other modules stay in training mode, because in evaluation mode 4-bit weights are packed and never unpacked.
+    """
+    training = {m: m.training for m in layer.modules() if isinstance(m, torch.nn.Dropout)}
+    for module in training:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module, before in training.items():
+            module.training = before

@@ -95,6 +95,25 @@ class PlainSource:
         """Shape of a tensor, without making it."""
         return self._meta_tensor(name).shape
 
+    @staticmethod
+    def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """The tensors of a model that are sent as they are, by name. They are the model's own, and not those of a source."""
+        return {p.name: p.tensor for p in checkpoint_tensors(model)}
+
+    def merge_error(
+        self, model: torch.nn.Module, name: str, merged: torch.Tensor, version: int
+    ) -> tuple[float, float] | None:
+        """How far the outputs of a merged weight are from those of the model's own layer, and how far they may be.
+
+        Args:
+            merged: the weight that was sent under `name`.
+            version: seed of the layer's inputs.
+
+        Returns:
+            None: the weight is not merged, or its layer cannot be asked alone.
+        """
+        return None
+
     def owning_module(self, name: str) -> torch.nn.Module:
         """The module that owns a tensor, without PEFT's wrapper. A module with several experts owns the tensors of all of them."""
         return self._model.get_submodule(self._own_names[name].rpartition(".")[0])

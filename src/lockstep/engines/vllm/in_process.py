@@ -3,7 +3,14 @@
 The scheduler is in this process. The model is in this process too (`OwnWorker`), or it is split over worker processes
 (`engines/vllm/workers/processes.py`). Requests come from an inbox (`contract/inbox.py`). The engine gives their ids
 to vLLM's engine loop, with their key as the request id. Weights come through vLLM's weight-transfer API with the
-backend of `engines/vllm/receive.py`. vLLM finds that backend through the entry point in pyproject.toml.
+backend of `engines/vllm/port/receive.py`. vLLM finds that backend through the entry point in pyproject.toml.
+
+Proof `sleep`.
+Shows: with `vllm_enable_sleep_mode` and `vllm_enable_lora`: every parameter of the engine has the bytes with which it
+fell asleep.
+Does not show: weights that vLLM holds in another form than parameters (on a GPU it holds none); without an adapter
+alone the weights are discarded, and the next push and its proofs show them.
+When: every wake; reads the engine's weights twice.
 """
 
 from __future__ import annotations
@@ -346,8 +353,20 @@ class VLLMInProcess:
     def _prepare_push(self) -> None:
         self._refuse_requests()
         self._end_steps()
+        self._wake_weights()
+
+    def _wake_weights(self) -> None:
+        """Wake the weights, and check that those which were not discarded came back."""
         with self._noting_failure():
-            self.sleeping.wake_weights()
+            for rank, woken in enumerate(self.sleeping.wake_weights()):
+                if woken.differing:
+                    raise ProofError(
+                        "sleep",
+                        f"worker {rank} of vLLM woke with other bytes in {len(woken.differing)} of {woken.parameters} parameters "
+                        f"than it had before it slept; the first is {woken.differing[0]}",
+                        "vLLM did not restore the weights that it had moved to main memory",
+                        "leave vllm_enable_sleep_mode out, and report it with this message",
+                    )
 
     def begin_update(self) -> None:
         self._prepare_push()
@@ -402,7 +421,7 @@ class VLLMInProcess:
         """Wake everything, or raise an error if no push has come since the engine fell asleep."""
         self._check_awake()
         with self._noting_failure():
-            self.sleeping.wake()
+            self.sleeping.wake_cache()
 
     def commit_version(self, version: int) -> None:
         self._llm.update_weight_version(str(version))

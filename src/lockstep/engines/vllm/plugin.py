@@ -30,7 +30,7 @@ def register() -> None:
     keep_files_together()
     inspect_classes_here()
     request_amx()
-    register_backends("lockstep.engines.vllm.receive", _CLASSES)
+    register_backends("lockstep.engines.vllm.port.receive", _CLASSES)
     carry_kept_ids()
     register_norms()
     find_files_by_name()

@@ -36,7 +36,7 @@ class LockstepWorker:
         from lockstep.engines.vllm.port.kept_ids import record_kept_ids
         from lockstep.engines.vllm.port.lora import load_from_memory
         from lockstep.engines.vllm.port.pictures import picture_cache_bytes, record_pictures
-        from lockstep.engines.vllm.port.reload import loaded_dtypes
+        from lockstep.engines.vllm.port.receive import loaded_dtypes
 
         memory = load_from_memory(self)
         record_kept_ids(self)

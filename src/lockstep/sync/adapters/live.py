@@ -20,7 +20,7 @@ from lockstep.errors import ProofError
 from lockstep.models.adapters import causal_model
 from lockstep.models.quantised import dequantised, is_quantised
 from lockstep.sync.adapters.source import AdapterSource, BaseSource
-from lockstep.sync.push import without_dropout
+from lockstep.sync.merged import without_dropout
 from lockstep.sync.source import Manifest
 
 # Number of layers that are compared per push.

@@ -1,6 +1,6 @@
 """The two parts of a model with an adapter, each as a source of a push: its base weights, and the adapter alone.
 
-The base is sent once and then the adapter alone, to vLLM's own LoRA. The other way is in `sync/source.py`:
+The base is sent once and then the adapter alone, to vLLM's own LoRA. The other way is in `sync/merged.py`:
 both parts become one merged model. That module also finds the adapted layers, for both ways.
 """
 

@@ -43,7 +43,7 @@ def _stale_head(stage: Stage) -> Patch:
         if stage.trainer.proofs.engine_dtype == torch.float32 and not torch.cuda.is_available():
             # vLLM 0.32.0 behaves like this without our fix. With other dtypes or devices the head is not packed into a copy.
             # Imported here, because `lockstep verify --engine transformers` runs without vLLM.
-            import lockstep.engines.vllm.receive as backend
+            import lockstep.engines.vllm.port.receive as backend
 
             return patch.object(backend, "repack_heads", lambda model, written: None)
         layer = vllm_worker(stage).model_runner.model.lm_head
@@ -150,7 +150,7 @@ def _rows_swapped(stage: Stage) -> Patch:
 
 def _experts_not_packed(stage: Stage) -> Patch:
     # vLLM 0.32.0 behaves like this without our fix.
-    import lockstep.engines.vllm.receive as backend
+    import lockstep.engines.vllm.port.receive as backend
 
     return patch.object(backend, "remove_expert_kernels", lambda model: {})
 

@@ -7,7 +7,7 @@
 | `settings.py` | the settings that are in force, and the limits of a request |
 | `requests.py`, `pictures.py` | requests and answers in vLLM's form |
 | `kept_ids.py` | the sampler, which records the ids that filters keep |
-| `reload.py` | the layers during a weight update |
+| `receive.py` | how weights arrive in a worker: the transfer, and the layers during an update |
 | `probe.py`, `quantised.py` | the classes of modules, how they are split, and their codes in 8 bits |
 | `lora.py` | vLLM's own LoRA |
 | `sleep.py` | sleep mode |
