@@ -78,7 +78,10 @@ def test_a_source_tree_that_is_not_installed_has_no_version_and_trains(monkeypat
         return "1.0"
 
     assert "lockstep" in surroundings.versions()
+    # What this process has read stays.
     monkeypatch.setattr(surroundings, "version", version)
+    assert surroundings.versions()["torch"] != "1.0"
+    monkeypatch.setattr(surroundings, "installed_version", surroundings.installed_version.__wrapped__)
     assert surroundings.versions()["torch"] == "1.0"
     assert "lockstep" not in surroundings.versions()
 
