@@ -2908,7 +2908,7 @@ MUTATIONS = [
         "an answer of another adapter is taken",
         "if used != adapter:",
         "if False:",
-        "tests/faults/test_adapter_faults.py",
+        "tests/engines/test_vllm_requests.py::test_an_answer_of_another_adapter_than_the_current_one_is_refused",
     ),
     Mutation(
         "an answer after other pictures is taken",
