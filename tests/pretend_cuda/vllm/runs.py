@@ -254,6 +254,7 @@ def adapters_alone() -> dict[str, Any]:
 
 def slept(engine: VLLMInProcess, version: int) -> dict[str, Any]:
     """What the weights are before, during and after a sleep. Level 1 keeps them; after level 2 they are pushed again."""
+    engine.sleeping.wake_weights()
     engine.sleeping.wake_cache()
     (before,) = engine.call(weight_digests, "7")
     engine.sleep()
