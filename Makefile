@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env dev environments train train-agent train-images test test-long test-ci test-release test-cuda test-cuda-vllm vllm-facts mutations nightly lint verify families bench start-up waiting two-trees host-cost gpu-counts pretend-gpu gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer house
+.PHONY: env dev environments train train-agent train-images test test-long test-ci test-release test-cuda test-cuda-vllm vllm-facts mutations nightly lint verify families bench start-up waiting two-trees host-cost gpu-counts gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer house
 
 # Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
 # tests, linters and benchmarks need, 1.5 GB more.
@@ -54,10 +54,6 @@ host-cost: dev
 # Counts what keeps a GPU from working, on the pretend GPU: waits of the host, bytes of a push (docs/internals/pretend-gpu.md).
 gpu-counts: dev
 	@$(BIN)/python tests/pretend_cuda/counts.py
-
-# Compiles the pretend GPU ahead of the tests on it, or says what this machine lacks.
-pretend-gpu: dev
-	@$(BIN)/python tests/pretend_cuda/build.py
 
 # Measures on a borrowed GPU machine without network (docs/internals/speed.md): needs no environment, only a Python with PyTorch.
 # gpu-day-wheels collects the packages that this Python lacks, on a machine with a registry.
