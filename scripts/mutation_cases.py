@@ -2,11 +2,13 @@
 
 A case has a text whose exact form matters. If the line changes, the case must change. The text must stand exactly once in
 `src/lockstep`, or in the function that the case names. No case names a file of the source: a file can move. The tests of a
-case have the smallest scope that can catch the fault. They do not need vLLM.
+case have the smallest scope that can catch the fault. Tests that take long, need vLLM or wait for a release are left out, except
+a test or a row of a matrix that the case names in full.
 """
 
 from __future__ import annotations
 
+import shlex
 from typing import NamedTuple
 
 
@@ -16,7 +18,7 @@ class Mutation(NamedTuple):
     Attributes:
         about: the behaviour that the fault breaks.
         old, new: the text to replace, and its replacement.
-        tests: arguments of pytest, separated by spaces; at least one test must fail.
+        tests: arguments of pytest, separated by spaces, and in quotes if they have spaces; at least one test must fail.
         within: the function or class in which the text stands, if it stands in others too: `check_held`, or `Driver.close` where
             several classes have a `close`.
         needs: what `make environments` must have installed for these tests. Without it the case is left out.
@@ -28,6 +30,11 @@ class Mutation(NamedTuple):
     tests: str
     within: str = ""
     needs: str = ""
+
+    @property
+    def named(self) -> list[str]:
+        """The tests, one by one."""
+        return shlex.split(self.tests)
 
 
 ON_A_GPU = "tests/pretend_cuda/test_runs.py"
@@ -99,6 +106,7 @@ SLOTS = "tests/sync/test_slots.py"
 RECOVERY = "tests/training/test_recovery.py"
 CHECKPOINTS = "tests/training/test_checkpoints_and_directory.py"
 DAMAGED_RUNS = "tests/input/test_damaged_runs.py"
+DAMAGED_RUN = f"{DAMAGED_RUNS}::test_a_damaged_run_is_one_line_or_the_same_run"
 PROVEN_RESUME = "tests/training/test_proven_resume.py"
 CODE_DIGEST = "tests/parity/test_code_digest.py"
 MODEL_INPUTS = "tests/parity/test_model_inputs.py"
@@ -1065,7 +1073,10 @@ MUTATIONS = [
         "pairs of completions that share their seed", "pays = np.array([", "pays = 0 * np.array([", PAIRS_IN_A_GROUP
     ),
     Mutation(
-        "a bet on a pair that pays where the two part", "(math.log(0.5) if parted else 0.0)", "0.0", PAIRS_IN_A_GROUP
+        "a bet on a pair that pays where the two part",
+        "(math.log(0.5) if parted else 0.0)",
+        "0.0",
+        "tests/parity/test_canary_and_samples.py::test_the_pay_of_a_pair_has_mean_one",
     ),
     # draws and ends
     Mutation("a tilt whose mean is above 1", "/ (1.0 + size**2 / 2 * draws.variances)", "", BETS),
@@ -1207,7 +1218,7 @@ MUTATIONS = [
         "the part's gradient without the critic's",
         "for tensor in (scores.logps, scores.entropies, scores.values):",
         "for tensor in (scores.logps, scores.entropies, None):",
-        f"{PARTS}::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were",
+        f"{PARTS}::test_clean_steps_pass_far_below_the_limit_and_stay_as_they_were[PPO]",
     ),
     Mutation(
         "gradients that were there before the part",
@@ -1802,7 +1813,7 @@ MUTATIONS = [
         "metrics that are gone",
         "if len(found) == len(wanted) and all(map(_has, found, wanted)):",
         "if True:",
-        DAMAGED_RUNS,
+        f"'{DAMAGED_RUN}[metrics gone]'",
     ),
     Mutation(
         "a summary before the report",
@@ -1810,14 +1821,24 @@ MUTATIONS = [
         '        replace_text(self.folder / SUMMARY, "{}")\n        with _pages_aside():\n',
         "tests/training/test_run_files.py",
     ),
-    Mutation("an evaluation that was changed", 'text_digest(text or "") == line["digest"]', "True", DAMAGED_RUNS),
+    Mutation(
+        "an evaluation that was changed",
+        'text_digest(text or "") == line["digest"]',
+        "True",
+        f"'{DAMAGED_RUN}[first evaluation with another reward]'",
+    ),
     Mutation(
         "a remedy that does not work",
         "if number < step and _is_whole(earlier, number, receipt):",
         "if number < step:",
         DAMAGED_RUNS,
     ),
-    Mutation("metrics that were changed", "and all(map(_has, found, wanted)):", "and True:", DAMAGED_RUNS),
+    Mutation(
+        "metrics that were changed",
+        "and all(map(_has, found, wanted)):",
+        "and True:",
+        f"'{DAMAGED_RUN}[metrics with another loss]'",
+    ),
     Mutation(
         "an optimizer that starts from nothing",
         "if missing := sorted(",
@@ -1829,7 +1850,7 @@ MUTATIONS = [
         "a run that starts over beside itself",
         "    while _is_finished(folder) and not",
         "    while (folder / SUMMARY).exists() and not",
-        DAMAGED_RUNS,
+        f"'{DAMAGED_RUN}[summary empty]'",
     ),
     # input
     Mutation(
@@ -2124,7 +2145,8 @@ MUTATIONS = [
         "a checkpoint at the end of an epoch is saved without a log",
         "asked for here.\n        if self._may_save(args, control) and",
         "asked for here.\n        if False and",
-        "tests/training/test_resumable_saves.py",
+        "'tests/training/test_resumable_saves.py::"
+        "test_a_run_is_resumed_to_the_bit_from_every_checkpoint_that_it_leaves[ends of epochs]'",
     ),
     Mutation(
         "yes and no of a config file are booleans",

@@ -27,8 +27,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mutation_cases import MUTATIONS, Mutation
+
+if TYPE_CHECKING:
+    import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "lockstep"
@@ -39,6 +43,8 @@ PASSED, FAILED = 0, 1
 # Cases between two looks at the time limit of all.
 PORTION = 10
 STRANGE = 99
+# Marks of tests that a case does not run, unless it names the test or the row in full.
+LEFT_OUT = ("long", "release", "vllm")
 
 
 @cache
@@ -124,7 +130,7 @@ def misfits(cases: list[Mutation]) -> list[str]:
                 (Path(folder) / f"{number}.py").write_text(mutated(case), encoding="utf-8")
             except ValueError as error:
                 wrong.append(str(error))
-            files = [test.partition("::")[0] for test in case.tests.split()]
+            files = [test.partition("::")[0] for test in case.named]
             wrong += [f"{case.about!r}: there is no {file}" for file in files if not (ROOT / file).exists()]
         return wrong + undefined_names(Path(folder), cases)
 
@@ -155,6 +161,17 @@ def copy_of_source(folder: Path, mutation: Mutation | None = None) -> Path:
     return source
 
 
+class Chosen:
+    """A plugin of pytest that leaves out tests with a mark of `LEFT_OUT`, except those that are named in full."""
+
+    def __init__(self, tests: list[str]) -> None:
+        self._named = frozenset(tests)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Choose among the collected tests. `tests/portions.py` has marked the rows of matrices before."""
+        items[:] = [i for i in items if i.nodeid in self._named or not any(map(i.get_closest_marker, LEFT_OUT))]
+
+
 def run_tests(source: Path, tests: list[str], log: Path) -> int:
     """Run tests on a copy of the source, in a fork of this process, which has already imported the libraries.
 
@@ -174,8 +191,7 @@ def run_tests(source: Path, tests: list[str], log: Path) -> int:
             os.chdir(ROOT)
             import pytest
 
-            words = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not long and not release and not vllm", *tests]
-            ended = int(pytest.main(words))
+            ended = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests], plugins=[Chosen(tests)]))
             import lockstep
 
             code = ended if Path(lockstep.__file__).is_relative_to(source) else STRANGE
@@ -192,7 +208,7 @@ def tried(mutation: Mutation) -> tuple[str, float]:
     with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
         source = copy_of_source(Path(folder), mutation)
         log = Path(folder) / "log"
-        code = run_tests(source, mutation.tests.split(), log)
+        code = run_tests(source, mutation.named, log)
         said = log.read_text(encoding="utf-8")[-2000:]
     verdict = {PASSED: "SURVIVED", FAILED: "caught"}.get(code, f"no verdict (exit code {code}):\n{said}")
     return verdict, time.monotonic() - start
@@ -200,7 +216,7 @@ def tried(mutation: Mutation) -> tuple[str, float]:
 
 def check_unbroken(cases: list[Mutation]) -> None:
     """Exit if a test of a case fails without a fault."""
-    tests = sorted({test for case in cases for test in case.tests.split()})
+    tests = sorted({test for case in cases for test in case.named})
     with tempfile.TemporaryDirectory(prefix="lockstep-mutation-") as folder:
         log = Path(folder) / "log"
         if (code := run_tests(copy_of_source(Path(folder)), tests, log)) != PASSED:

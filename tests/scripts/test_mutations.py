@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import mutations
-from mutations import MUTATIONS, Mutation, mutated, place
+from mutations import LEFT_OUT, MUTATIONS, Chosen, Mutation, mutated, place
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +82,16 @@ def test_a_word_chooses_by_the_file_that_was_found(
     monkeypatch.setattr(sys, "argv", ["mutations.py", "--fit", "--only", file])
     assert mutations.main() == 1
     assert set(capsys.readouterr().err.split()) == {file}
+
+
+@pytest.mark.parametrize("mark", [*LEFT_OUT, "real_model"])
+def test_a_test_that_takes_long_runs_only_where_a_case_names_it_in_full(mark: str) -> None:
+    def item(name: str) -> SimpleNamespace:
+        return SimpleNamespace(nodeid=name, get_closest_marker=lambda asked: asked == mark or None)
+
+    case = Mutation("ends", "end(1)", "end(2)", "'tests/a.py::test_b[a row]' tests/c.py")
+    items = [item("tests/a.py::test_b[a row]"), item("tests/a.py::test_b"), item("tests/c.py::test_d")]
+    Chosen(case.named).pytest_collection_modifyitems(items)  # type: ignore[arg-type]
+    left = [found.nodeid for found in items]
+    assert left[0] == "tests/a.py::test_b[a row]"
+    assert len(left) == (3 if mark == "real_model" else 1)

@@ -26,7 +26,7 @@ def steps_saved(folder: Path) -> list[int]:
         ({"save_steps": 2, "logging_steps": 5}, [2, 4, 6], [2, 4, 5, 6]),
         ({"save_strategy": "epoch", "logging_steps": 5}, [4, 6], [4, 5, 6]),
     ],
-    ids=str,
+    ids=["a share of the run", "logs at a share", "a log after the checkpoint", "ends of epochs"],
 )
 def test_a_run_is_resumed_to_the_bit_from_every_checkpoint_that_it_leaves(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, fields: dict[str, Any], saved: list[int], logged: list[int]
