@@ -167,7 +167,7 @@ def test_a_failed_proof_leaves_its_report_and_its_rollouts(
         if run.state.global_step == 1:
             raise ProofError("gap", "mean 0.5 <b>", "the weights differ", "look")
 
-    monkeypatch.setattr(run.source.watch.generations, "check", fail)
+    monkeypatch.setattr(run.source.proofs, "check", fail)
     with pytest.raises(ProofError, match="the weights differ"):
         run.train()
     record, page = read_run(tmp_path / "run"), (tmp_path / "run" / "report.html").read_text()
