@@ -81,6 +81,7 @@ class RunWatch:
     Attributes:
         update: the proof of the optimizer steps; None while there is no optimizer.
         frozen: the proof that the reference stays as it is; None while nothing is frozen.
+        reference_outputs: the proof that the reference goes on to compute what it computed at first.
         model_gradient: the proof of the model's own backward.
         hooks: the proof that no hook and no other function appears in the model's forward and backward.
         asked_again: the proof of scores, which asks reward functions again.
@@ -106,7 +107,7 @@ class RunWatch:
         self._settings = settings
         self.update: UpdateProof | None = None
         self.frozen: FrozenWeights | None = None
-        self._outputs = ReferenceOutputs()
+        self.reference_outputs = ReferenceOutputs()
         self.hooks = HeldHooks(lambda: standing(trained(), policy().backward))
         self.model_gradient = ModelGradient(trained, self._config, ranks.rank, entropies=objective.entropy_gradient)
         self.asked_again = AskedAgain(
@@ -179,7 +180,7 @@ class RunWatch:
         own, seed = share_of(sequences, self._ranks), (self._config.seed, version)
         precision = self._config.precision
         self._ranks.share("reference scores", lambda: check_drawn_scores(scorer, scores, own, groups, precision, seed))
-        self._ranks.share("reference outputs", lambda: self._outputs.check(scorer, self.frozen, precision))
+        self._ranks.share("reference outputs", lambda: self.reference_outputs.check(scorer, self.frozen, precision))
 
     def prepared(self, generation: Generation, scored: AllScores | None, sequences: Sequence[TrainingSequence]) -> None:
         config = self._config
