@@ -244,7 +244,7 @@ FILES = [
     Row("metrics with a byte that is no text", flipped("metrics.jsonl"), SAME, 0),
     Row(
         "metrics with another loss",
-        lines("metrics.jsonl", lambda found: [found[0].replace('"loss": ', '"loss": 3'), *found[1:]]),
+        lines("metrics.jsonl", lambda found: [found[0].replace('"loss": ', '"loss": 3, "was": '), *found[1:]]),
         SAME,
         0,
     ),

@@ -243,8 +243,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
     "penalties and a bias": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "logit_bias": {"9": 1.0}},
     "top-k": {"top_k": 8, "repetition_penalty": 1.3},
-    # A penalty below 1 makes the inserted ids likely.
-    "interrupted": {**INTERRUPTED, "repetition_penalty": 0.5, "max_completion_length": 14},
+    # The bias makes inserted ids likely, so that the penalty for them is visible.
+    "interrupted": {
+        **INTERRUPTED,
+        "repetition_penalty": 1.3,
+        "logit_bias": {"29": 6.0, "82": 6.0, "86": 6.0},
+        "max_completion_length": 14,
+    },
     "several steps": {"num_iterations": 2, "beta": 0.1},
 }
 
