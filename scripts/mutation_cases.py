@@ -1667,7 +1667,7 @@ MUTATIONS = [
     ),
     Mutation(
         "events: the reference's outputs are compared",
-        '        self._ranks.share("reference outputs", lambda: self._outputs.check(scorer, self.frozen, precision))\n',
+        '        self._ranks.share("reference outputs", lambda: self.reference_outputs.check(scorer, self.frozen, precision))\n',
         "",
         f"{EVENTS}::test_every_proof_of_the_watch_is_made_at_its_event",
     ),
