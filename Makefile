@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: env dev environments train train-agent train-images test test-long test-release test-cuda test-cuda-vllm vllm-facts mutations nightly lint verify families bench start-up waiting two-trees host-cost gpu-counts gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer house
+.PHONY: env dev environments train train-agent train-images test test-long test-ci test-release test-cuda test-cuda-vllm vllm-facts mutations nightly lint verify families bench start-up waiting two-trees host-cost gpu-counts gpu-day gpu-day-wheels sampling tools trl-tests long-context proof-overhead learning false-alarms draws filters filter-curve server-sync push-changes server-load plan tied-head docs newcomer house
 
 # Makes the environment once, and again when pyproject.toml or the script changes. `env` has what runs need; `dev` has also what
 # tests, linters and benchmarks need, 1.5 GB more.
@@ -140,6 +140,11 @@ test: dev
 # these tests wait for servers a quarter of their time.
 test-long: dev
 	@$(PYTEST) -n 3 -m "long and not release" $(ARGS)
+
+# The tests of `make test` and `make test-long` in one session, as CI runs them. Each worker imports the libraries and reads the tests
+# once, and while some tests wait for servers, others compute.
+test-ci: dev
+	@$(PYTEST) -n 3 -m "not release" $(ARGS)
 
 # Installs OpenEnv, verifiers, smolagents and LangGraph in Pythons of their own, for tests/environments and tests/gateway. The first two
 # need older packages than vLLM. The library renderers gets a folder of its own, for tests/tokens: it asks for openai-harmony, whose files

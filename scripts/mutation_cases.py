@@ -122,6 +122,7 @@ AHEAD = "tests/training/test_staleness_in_process.py"
 SCORED_AGAIN = f"{AHEAD}::test_an_engine_that_scores_the_tokens_otherwise_now_is_seen"
 COMPARED_AHEAD = f"{AHEAD}::test_completions_of_other_prompts_are_seen_although_no_later_step_has_fresh_tokens"
 FROZEN = "tests/parity/step/test_frozen_weights.py"
+REFERENCE_FAULTS = "tests/faults/test_reference_faults.py"
 SETTINGS = "tests/parity/test_user_settings.py"
 KEPT_SETS = "tests/parity/test_kept_sets.py"
 GROUPS_ASIDE = "tests/training/test_groups_aside.py"
@@ -757,6 +758,12 @@ MUTATIONS = [
         "[isinstance(part, Turn) for part in self._parts], lengths",
         "True, sum(lengths)",
         DRIVER,
+    ),
+    Mutation(
+        "no rollout is compared with the answers to it",
+        "record.check(rollout)",
+        "pass",
+        "tests/rollouts/test_record.py::test_a_rollout_that_differs_from_its_answers_is_refused",
     ),
     Mutation("one seed for all calls of a rollout", 'derived_seed(seed, "going on")', "seed", DRIVER),
     Mutation(
@@ -1641,6 +1648,30 @@ MUTATIONS = [
         within="check_reference_scores",
     ),
     Mutation(
+        "reference_outputs: a reference that computes with trained weights",
+        "        if torch.equal(now, due):",
+        "        if True:",
+        REFERENCE_FAULTS,
+    ),
+    Mutation(
+        "reference_outputs: a reference that has followed the policy begins anew",
+        "self._kept[0] is not frozen or ",
+        "",
+        REFERENCE_FAULTS,
+    ),
+    Mutation(
+        "reference_outputs: a forward that does not repeat its bits is no fault",
+        "        if not all(torch.equal(_logps",
+        "        if all(torch.equal(_logps",
+        REFERENCE_FAULTS,
+    ),
+    Mutation(
+        "events: the reference's outputs are compared",
+        '        self._ranks.share("reference outputs", lambda: self.reference_outputs.check(scorer, self.frozen, precision))\n',
+        "",
+        f"{EVENTS}::test_every_proof_of_the_watch_is_made_at_its_event",
+    ),
+    Mutation(
         "elements of frozen weights that may move",
         "        if not bool(same.all()):",
         "        if False:",
@@ -2085,7 +2116,7 @@ MUTATIONS = [
         "while self._ahead:",
         "tests/report/test_phases.py::test_a_log_does_not_wait_and_a_later_one_has_the_seconds",
     ),
-    Mutation("a wait is never told", "self._open.add(wait)", "pass", "tests/report/test_silence.py"),
+    Mutation("a wait is never told", "self.open.add(wait)", "pass", "tests/report/test_silence.py"),
     Mutation(
         "a wait is told twice per second",
         "elif now - when < pause:",
@@ -2367,7 +2398,7 @@ MUTATIONS = [
         "tests/rollouts/test_tools.py",
     ),
     Mutation("an environment that failed is used again", "if environment.failed is None:", "if True:", ENVIRONMENTS),
-    Mutation("an environment's process outlives it", "self.instance._end()", "pass", ENVIRONMENTS),
+    Mutation("an environment's process outlives it", "end_process(self.instance)", "pass", ENVIRONMENTS),
     Mutation(
         "the seed of the rollout hides the column",
         'given.setdefault("seed", seed)',
@@ -2885,9 +2916,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a completion may have a placeholder",
-        "if (sequence.sampled_ids == placeholder).any():",
-        "if False:",
+        "if (found := np.isin(ids, banned)).any():",
+        "if (found := np.isin(ids, ())).any():",
         f"{PICTURE_RUNS}::test_a_placeholder_that_an_engine_samples_all_the_same_is_found",
+    ),
+    Mutation(
+        "no generation is searched for placeholders",
+        "check_placeholders(branches_of(groups), self._settings.banned)",
+        "pass",
+        f"{PICTURE_RUNS}::test_a_placeholder_that_an_engine_samples_all_the_same_is_found",
+    ),
+    Mutation(
+        "an answer of another adapter is taken",
+        "if used != adapter:",
+        "if False:",
+        "tests/engines/test_vllm_requests.py::test_an_answer_of_another_adapter_than_the_current_one_is_refused",
     ),
     Mutation(
         "an answer after other pictures is taken",
@@ -3343,7 +3386,7 @@ MUTATIONS = [
     Mutation(
         "a long silence is broken every five seconds without end",
         "seconds = min(2 * seconds, _LONGEST)",
-        "seconds = self._first",
+        "seconds = FIRST",
         "tests/report/test_silence.py::test_a_silence_is_broken_after_five_seconds_and_then_ever_more_rarely_up_to_a_minute",
     ),
     Mutation(

@@ -38,6 +38,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import draws  # noqa: F401 - the profile of Hypothesis
 from forked import start_fork_server, stop_fork_server
+from vllm_once import search_kernels_once
 
 if TYPE_CHECKING:
     from servers import Server
@@ -47,6 +48,11 @@ if TYPE_CHECKING:
     from lockstep.verify.stage import Stage
 
 pytest_plugins = ["portions", "schedule"]
+
+# The disk takes 3 ms or more to confirm what it has, and a run asks for that several times per checkpoint. A killed process loses
+# nothing that it has written. Only a crash of the machine would show the difference, and no test makes one. The tests of what a run
+# asks of the disk put a function of their own in this place.
+os.fsync = lambda fd: None
 
 FORK_SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed here")
@@ -67,6 +73,7 @@ gc.set_threshold(50_000, 20, 50)
 @pytest.fixture(scope="module", autouse=True)
 def _short_collections() -> None:
     """Later collections do not look at objects that exist before the first test of a file."""
+    search_kernels_once()
     _collect()
     _freeze()
 

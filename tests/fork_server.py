@@ -21,6 +21,7 @@ import runpy
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -30,6 +31,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+
+from vllm_once import search_kernels_once
 
 # The libraries that servers and trainers import. Every program imports Lockstep itself again.
 MODULES = (
@@ -56,9 +59,13 @@ def import_all() -> None:
     gc.disable()
     import torch
 
-    for name in (*MODULES, WORKERS["cuda" if torch.cuda.is_available() else "cpu"]):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in (*MODULES, WORKERS[device]):
         if importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
+    if device == "cpu" and (platforms := sys.modules.get("vllm.platforms.cpu")):
+        search_kernels_once()
+        platforms.CpuPlatform.register_triton_kernel_overrides()
     # A fork has no other thread than this one, and no library may rely on one.
     assert threading.active_count() == 1, threading.enumerate()
     subprocess._fork_exec = fork_or_exec  # type: ignore[attr-defined]
@@ -66,6 +73,8 @@ def import_all() -> None:
     given = multiprocessing.get_context
     multiprocessing.get_context = lambda method=None: given("fork" if method == "spawn" else method)  # type: ignore[assignment]
     os.register_at_fork(after_in_child=_leave_what_is_the_parents)
+    # As in `conftest.py`.
+    os.fsync = lambda fd: None  # type: ignore[assignment]
     set_title("fork server of Lockstep's tests")
     gc.enable()
     gc.collect()
@@ -165,6 +174,9 @@ def _leave_what_is_the_parents() -> None:
     signal.set_wakeup_fd(-1)
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
+            # A copy of a pipe would stay open, and the pipe's other end would never see its end.
+            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+                continue
             with socket.socket(fileno=os.dup(fd)) as found:
                 network = found.family in (socket.AF_INET, socket.AF_INET6)
         except OSError:

@@ -204,7 +204,7 @@ def impatient(engine: VLLMServer, limit: float) -> Iterator[None]:
 
 def _set_limit(engine: VLLMServer, limit: float, generation_timeouts: float) -> None:
     engine.timeout, engine.generation_timeouts = limit, generation_timeouts
-    for calls in engine._servers:
+    for calls in engine.servers.all:
         calls.timeout = limit
 
 

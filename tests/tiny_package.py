@@ -22,7 +22,7 @@ def save_package(site: Path) -> None:
     package = site / packaged.MODULE
     package.mkdir()
     (package / "__init__.py").touch()
-    _write_model(package / packaged._GGUF)
+    _write_model(package / packaged.GGUF)
 
 
 def _write_model(path: Path) -> None:

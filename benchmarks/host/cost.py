@@ -68,6 +68,7 @@ from lockstep.watch.gap import check_count
 from lockstep.watch.receipt import Receipt
 from lockstep.watch.rewards import check_rows
 from lockstep.watch.samples import check_samples
+from lockstep.watch.turns import Record
 
 SIZES = "64x512,256x1024,256x4096,1024x4096"
 # A row that is not part of the cost, and a row that replaces the first row of ROWS if vLLM is in the same process.
@@ -240,9 +241,10 @@ def from_vllm(request: GenerationRequest, length: int, vocabulary: int, watch: R
         sample = SimpleNamespace(
             token_ids=ids, logprobs=entries, finish_reason="length", weight_versions=stamps, sampling_mask=None
         )
-        output: Any = SimpleNamespace(outputs=[sample], prompt_token_ids=request.prompt_ids.tolist())
+        prompt = request.prompt_ids.tolist()
+        output: Any = SimpleNamespace(outputs=[sample], prompt_token_ids=prompt, lora_request=None)
     with watch.row(_IN_PROCESS):
-        return completion(request.key, output, filtered=False)
+        return completion(request.key, output, filtered=False, adapter=None)
 
 
 def made_up_tokens(request: GenerationRequest, length: int, vocabulary: int) -> tuple[list[int], list[float]]:
@@ -276,7 +278,9 @@ def step(completions: int, length: int, tokenizer: Tokenizer, watch: RowClock, f
         assert all(from_vllm(r, length, tokenizer.size, watch) == c for r, c in zip(requests, completed, strict=True))
     engine = Answers(completed)
     with watch.row("requests, checks, groups"):
-        groups = collect(prompts, engine, tokenizer, sampling, num_generations=_GROUP, run_seed=0, version=_VERSION)  # type: ignore[arg-type]
+        groups = collect(
+            prompts, engine, tokenizer, sampling, Record, num_generations=_GROUP, run_seed=0, version=_VERSION
+        )  # type: ignore[arg-type]
     with watch.row("rows, samples, staleness"):
         check_rows(
             groups,

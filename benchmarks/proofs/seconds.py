@@ -121,7 +121,6 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.watch.engine as proofs
     import lockstep.watch.evidence as evidence
     import lockstep.watch.run as watch
-    from lockstep.rollouts.record import Record
     from lockstep.training.forward.draw_sums import DrawSums
     from lockstep.training.step.update import Policy
     from lockstep.watch.accumulation import AccumulationProof
@@ -142,6 +141,7 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     from lockstep.watch.rows_of_logits import DrawnRows
     from lockstep.watch.samples import Seeds
     from lockstep.watch.settings import SettingsProof
+    from lockstep.watch.turns import Record
     from lockstep.watch.update import UpdateProof
     from lockstep.watch.windows import Drawn
 

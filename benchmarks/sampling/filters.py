@@ -126,7 +126,7 @@ def one_round(engine: Any, batch: Sequence[GenerationRequest], *, recorded: bool
         params_by_name[str(request.key)] = request.prompt_ids.tolist(), params
     by_name = {str(request.key): request for request in batch}
     outputs = engine._run(params_by_name)
-    found = [completion(by_name[output.request_id].key, output, filtered=recorded) for output in outputs]
+    found = [completion(by_name[output.request_id].key, output, filtered=recorded, adapter=None) for output in outputs]
     seconds = time.perf_counter() - start
     return Round(sum(len(c.token_ids) for c in found) / seconds, found)
 

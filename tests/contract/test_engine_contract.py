@@ -21,6 +21,7 @@ from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt
 from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.watch.turns import Record
 
 END_ID = 0
 
@@ -217,7 +218,6 @@ def test_no_request_is_sent_if_one_names_more_ids_than_the_engine_takes(
         pytest.skip("only vLLM has such limits, on GPUs")
     small = replace(settings, request_limits={"bad_words": 2})
     monkeypatch.setattr(engine, "settings", lambda: small)
-    monkeypatch.setattr(engine, "_settings", small, raising=False)
     monkeypatch.setattr(engine, "serve", pytest.fail)
     over = requests(1, Sampling(max_tokens=1, bad_words=((5,), (6,), (7,))))
     with pytest.raises(InputError, match="bad_words has 3 sequences"):
@@ -227,7 +227,9 @@ def test_no_request_is_sent_if_one_names_more_ids_than_the_engine_takes(
 def test_n_completions_of_a_prompt_form_its_group(engine: Engine, untied_dir: str) -> None:
     tokenizer = load_tokenizer(untied_dir)
     prompts = [Prompt(f"row/{i}", (5 + i, 9, 11, 40), "text") for i in range(3)]
-    groups = collect(prompts, engine, tokenizer, Sampling(max_tokens=4), num_generations=5, run_seed=1, version=7)
+    groups = collect(
+        prompts, engine, tokenizer, Sampling(max_tokens=4), Record, num_generations=5, run_seed=1, version=7
+    )
     assert [group.prompt.prompt_id for group in groups] == ["row/0", "row/1", "row/2"]
     assert all([r.completion.key.sample for r in g.rollouts] == [0, 1, 2, 3, 4] for g in groups)
     assert all(r.completion.prompt_ids.tolist() == g.prompt.ids.tolist() for g in groups for r in g.rollouts)

@@ -21,6 +21,7 @@ from lockstep.rollouts.group import Prompt
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
 from lockstep.sync.push import push_weights
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.watch.turns import Record
 
 AFTER, LIMIT = 6, 24
 INSERTED = (77, 78, 79)
@@ -43,6 +44,7 @@ def sample(
         engine,
         load_tokenizer(model),
         limits,
+        Record,
         num_generations=6,
         run_seed=1,
         version=7,

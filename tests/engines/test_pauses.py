@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from lockstep.engines.http import pauses
+from lockstep.engines.http.pauses import Pauses
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -27,5 +29,7 @@ def test_weights_wait_for_the_end_of_a_step_that_was_begun_ahead(ahead: bool) ->
         together=lambda *calls: ([{"open": False}], {"is_paused": True}),
         call=lambda method, path, *rest: done.append(path),
     )
-    pauses._begin(server)  # type: ignore[arg-type]
+    begun: Future[Any] = Future()
+    servers = SimpleNamespace(all=[server], submit=lambda call: begun.set_result(call(server)) or [begun])
+    Pauses(servers).begin()  # type: ignore[arg-type]
     assert done == [*(["every step has ended"] if ahead else []), "/start_weight_update"]

@@ -10,10 +10,11 @@ import pytest
 import torch
 from conftest import VLLM
 
+from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.arguments import MAX_KEPT_IDS
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.port.kept_ids import SecondRunnerKeptIds
-from lockstep.engines.vllm.port.settings import _searches_top_p, request_limits
+from lockstep.engines.vllm.port.settings import request_limits, searches_top_p
 from lockstep.errors import InputError
 
 pytestmark = VLLM
@@ -67,7 +68,7 @@ def test_an_engine_says_whether_vllm_searches_the_edge_of_top_p(
     monkeypatch.setattr(filters, "HAS_TRITON", has_triton)
     monkeypatch.setattr(filters, "apply_top_k_top_p_triton", lambda *given: searched.extend(given), raising=False)
     filters.apply_top_k_top_p(torch.zeros(1, 4), None, torch.tensor([0.9]))
-    assert _searches_top_p() is has_triton is bool(searched)
+    assert searches_top_p() is has_triton is bool(searched)
 
 
 @pytest.mark.parametrize("error", [AttributeError("no 'requests'"), AssertionError()])
@@ -77,7 +78,7 @@ def test_an_engine_that_does_not_start_says_why(
     def fails(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(VLLMInProcess, "_run", fails)
+    monkeypatch.setattr(in_process, "start_vllm", fails)
     with pytest.raises(
         InputError, match="no 'requests'" if str(error) else r"AssertionError: without a text .*raise error"
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from lockstep.engines.http.requests.messages import generation_body
 from lockstep.engines.vllm import in_process as vllm_inprocess
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.port.patches import find_files_by_name
-from lockstep.engines.vllm.port.requests import check_sent, fields_of, sampling_fields, sampling_params
+from lockstep.engines.vllm.port.requests import check_sent, completion, fields_of, sampling_fields, sampling_params
 from lockstep.errors import ProofError
 from lockstep.sync.push import push_weights
 from lockstep.training.memory import Room, RunModels, memory_of_run
@@ -37,11 +38,11 @@ def test_in_one_call_vllm_computes_a_prompt_once_and_a_shared_prefix_once(
         for p in range(3)
         for s in range(3)
     ]
-    completion, cached = vllm_inprocess.completion, {}
+    converted, cached = vllm_inprocess.completion, {}
 
-    def noted(key: RequestKey, output: object, *, filtered: bool) -> object:
+    def noted(key: RequestKey, output: object, **how: object) -> object:
         cached[key] = output.num_cached_tokens  # type: ignore[attr-defined]
-        return completion(key, output, filtered=filtered)
+        return converted(key, output, **how)
 
     monkeypatch.setattr(vllm_inprocess, "completion", noted)
     tied_vllm.generate(requests)
@@ -141,3 +142,16 @@ def _weight_bytes(model: torch.nn.Module) -> int:
     packed = [m for m in model.modules() if hasattr(m, "input_size_per_partition") and not m.weight.numel()]
     products = sum(m.input_size_per_partition * m.output_size_per_partition * m.weight.itemsize for m in packed)
     return products + sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize(("used", "current"), [(None, "2.1"), ("1.1", "2.1"), ("1.1", None)])
+def test_an_answer_of_another_adapter_than_the_current_one_is_refused(used: str | None, current: str | None) -> None:
+    sample = SimpleNamespace(token_ids=[], logprobs=[], finish_reason="stop", weight_versions=(), sampling_mask=None)
+    adapter = None if used is None else SimpleNamespace(lora_name=used)
+    output: Any = SimpleNamespace(outputs=[sample], prompt_token_ids=[1], lora_request=adapter)
+    with pytest.raises(
+        ProofError, match=f"answered with the adapter {used!r}; the current weights are in .* {current!r}"
+    ) as found:
+        completion(RequestKey("p", 0), output, filtered=False, adapter=current)
+    assert found.value.check == "version"
+    assert completion(RequestKey("p", 0), output, filtered=False, adapter=used).finish_reason == "stop"

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_vllm
+from forked import Program
 
 from lockstep import GRPOConfig
 from lockstep.engines.vllm.port.patches import keep_process_group
@@ -127,20 +129,25 @@ def test_vllm_destroys_only_a_process_group_of_its_own(monkeypatch: pytest.Monke
     assert destroyed == ["vLLM's", "trainer's"]
 
 
-@pytest.mark.long
 @pytest.mark.vllm
 @needs_vllm
 def test_a_worker_that_still_loads_ends_with_its_trainer(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER.format(worker=WORKER))
-    trainer = subprocess.Popen([sys.executable, str(tmp_path / "trainer.py")], stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout is not None
-    said = {trainer.stdout.readline().strip() for _ in range(2)}
+    output = tmp_path / "output"
+    # The fork server starts the trainer, and gives it a fork in the place of the spawned process.
+    with output.open("w", encoding="utf-8") as file:
+        trainer = Program([sys.executable, str(tmp_path / "trainer.py")], stdout=file, stderr=file)
+    wait_until(lambda: output.read_text(encoding="utf-8").count("\n") == 2, output)
+    (pid,) = {*output.read_text(encoding="utf-8").split()} - {"loads"}
+    assert not is_gone(int(pid))
     trainer.kill()
-    trainer.wait(60)
-    (pid,) = said - {"loads"}
-    deadline = time.monotonic() + 60
-    while not is_gone(int(pid)):
-        assert time.monotonic() < deadline, "the worker outlives its trainer"
+    wait_until(lambda: is_gone(int(pid)), output)
+
+
+def wait_until(happens: Callable[[], bool], output: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not happens():
+        assert time.monotonic() < deadline, output.read_text(encoding="utf-8")
         time.sleep(0.02)
 
 

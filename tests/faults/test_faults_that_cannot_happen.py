@@ -30,6 +30,7 @@ from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.step.generation import prepare_generation
 from lockstep.verify.faults.seams import Between
 from lockstep.verify.stage import Stage
+from lockstep.watch.turns import Record
 
 KNOWN = [f"{letter}{i}" for letter, count in zip("TLWPA", (6, 5, 8, 6, 6), strict=True) for i in range(1, count + 1)]
 
@@ -95,6 +96,7 @@ def test_l4_answers_in_any_order_give_the_same_groups(stage: Stage, monkeypatch:
             stage.engine,
             stage.tokenizer,
             stage.sampling(),
+            Record,
             num_generations=3,
             run_seed=1,
             version=stage.version,
@@ -149,7 +151,7 @@ def test_w8_an_engine_that_was_started_again_serves_nothing(name: str, untied_di
     prompt = Prompt("p", (5, 6), "")
     try:
         with pytest.raises(ProofError, match="the engine holds version None, the trainer last pushed 3"):
-            collect([prompt], engine, make_tokenizer(), Sampling(2), num_generations=1, run_seed=0, version=3)
+            collect([prompt], engine, make_tokenizer(), Sampling(2), Record, num_generations=1, run_seed=0, version=3)
         with pytest.raises(ProofError, match="no committed weights"):
             engine.generate([GenerationRequest(RequestKey("p", 0), prompt.ids, Sampling(2), 1)])
     finally:

@@ -25,7 +25,7 @@ from lockstep.verify.faults.ends import even_chance
 from lockstep.verify.faults.filters import samples_with
 from lockstep.verify.faults.seams import REACH, Fault, Patch, is_vllm
 from lockstep.verify.run import recover
-from lockstep.verify.self_test import FAULTS, Verdict, _verdict, print_verdicts, run_self_test
+from lockstep.verify.self_test import FAULTS, Verdict, print_verdicts, run_self_test, verdict_of
 from lockstep.verify.stage import Stage
 from lockstep.watch.rescoring import completion_logps
 
@@ -345,7 +345,7 @@ def test_a_fault_that_the_engine_never_met_is_not_told_as_a_blind_proof(calls: i
             engine.forward()
         return Verdict(fault.id, fault.what)
 
-    found = _verdict(stage, fault, attempt)
+    found = verdict_of(stage, fault, attempt)
     console = Console(record=True, width=200, file=io.StringIO())
     code = print_verdicts([Verdict("W4", "an empty load", caught_by="manifest"), found], console, None)
     said = console.export_text()

@@ -20,6 +20,7 @@ from lockstep.gateway.program import AgentProgram, Extensions
 from lockstep.gateway.web import Gateway
 from lockstep.rollouts.driver import Driver, Start
 from lockstep.rollouts.group import Prompt, Rollout
+from lockstep.watch.turns import Record
 
 LIMIT = 60.0
 HELLO = [{"role": "user", "content": "hello"}]
@@ -132,7 +133,7 @@ class Runs:
         row = Prompt("p", extensions(()).prompt(HELLO), prompt, columns)
         starts = [Start(row, RequestKey("p", i), seed + i, sampling) for i in range(count)]
         try:
-            with Driver(self.engine, self.tokenizer) as driver:
+            with Driver(self.engine, self.tokenizer, Record) as driver:
                 program = AgentProgram(Agent(function, command, timeout), gateway, extensions)
                 found = driver.run(starts, program)
             self._after()

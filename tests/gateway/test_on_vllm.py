@@ -55,15 +55,14 @@ def test_branches_are_sampled_in_their_own_context(engine: Any, talkative_dir: s
 
 def test_a_call_whose_client_goes_away_is_dropped_from_vllm(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(engine)
-    step, taken = engine.llm.llm_engine.step, threading.Event()
+    step, taken, deadline = engine.llm.llm_engine.step, threading.Event(), time.monotonic() + LIMIT
 
     def after_the_client_is_gone() -> Any:
-        monkeypatch.setattr(engine.llm.llm_engine, "step", step)
         taken.set()
-        deadline = time.monotonic() + LIMIT
-        while not watched.inbox._given_up and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return step()
+        if watched.given_up or time.monotonic() > deadline:
+            return step()
+        time.sleep(0.01)
+        return []
 
     monkeypatch.setattr(engine.llm.llm_engine, "step", after_the_client_is_gone)
 

@@ -108,7 +108,7 @@ def another_resize(folder: str, rows: list[dict[str, Any]]) -> Callable[[PromptP
     """Gives the pictures of `rows` as another resize makes them, of the same size and under the digests of the true ones."""
     family = AutoConfig.from_pretrained(folder).model_type
     true, other = (ImagePrompts(make_seeing(family), make_seeing_tokenizer(family), folder) for _ in range(2))
-    other._process._processor.resample = Image.Resampling.NEAREST
+    other.processor.resample = Image.Resampling.NEAREST
     known: dict[str, Picture] = {}
     for row in rows:
         for own, changed in zip(*(reader.read(row)[1].pictures for reader in (true, other)), strict=True):  # type: ignore[union-attr]

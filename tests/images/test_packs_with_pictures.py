@@ -11,7 +11,6 @@ from seeing import IN_VLLM, make_seeing, make_seeing_tokenizer, mixed_rows, pict
 from transformers import PreTrainedModel
 
 from lockstep.contract.sampling import Sampling
-from lockstep.errors import ProofError
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
@@ -134,19 +133,6 @@ def test_packs_with_pictures_in_completions_score_and_learn_like_plain_rows(
     assert len(pack.pictures.pictures) == 3
     # The branch adds no position to the tree.
     assert pack.input_ids.numel() == next(pack_sequences([later[0], later[1], later[3]], 4096)).input_ids.numel()
-
-
-def test_a_sampled_placeholder_is_refused_and_an_inserted_one_is_not(later: list[TrainingSequence]) -> None:
-    whole = later[0]
-    assert whole.sampled is not None
-    assert whole.pictures is not None
-    place = int(np.flatnonzero(whole.completion_ids == whole.pictures.placeholder)[0])
-    sampled = whole.sampled.copy()
-    sampled[place] = True
-    wrong = replace(whole, sampled=sampled, behaviour_logps=np.zeros(sampled.sum()))
-    with pytest.raises(ProofError) as found:
-        list(pack_sequences([wrong], 4096))
-    assert found.value.check == "placeholder"
 
 
 @pytest.mark.parametrize("banned", [(), ((5,),)])

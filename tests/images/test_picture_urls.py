@@ -146,7 +146,7 @@ def test_a_file_is_fetched_once_also_by_many_threads(place: Place) -> None:
 
 def test_files_that_are_not_kept_any_more_are_fetched_again(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     known = ImageUrls([place.url("/")])
-    monkeypatch.setattr(urls, "_KEPT", len(known.fetch(place.url("/1.png"))) * 2)
+    monkeypatch.setattr(urls, "KEPT_BYTES", len(known.fetch(place.url("/1.png"))) * 2)
     for name in ("/1.png", "/2.png", "/1.png", "/3.png", "/1.png", "/2.png"):
         known.fetch(place.url(name))
     assert place.asked == ["/1.png", "/2.png", "/3.png", "/2.png"]

@@ -313,7 +313,8 @@ def test_a_server_that_normalises_pixels_again_or_keeps_none_is_refused(
             look(folder, tmp_path, engine=engine)
         assert found.value.check == "handshake"
         with pytest.MonkeyPatch.context() as unseen:
-            unseen.setattr(engine, "_settings", replace(engine.settings(), normalises_pixels=False))
+            claimed = replace(engine.settings(), normalises_pixels=False)
+            unseen.setattr(engine, "settings", lambda: claimed)
             with pytest.raises(InputError, match="--mm-processor-cache-gb"):
                 look(folder, tmp_path, engine=engine).train()
         engine.close()

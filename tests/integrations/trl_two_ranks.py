@@ -140,7 +140,7 @@ def with_transformers(rank: int, model: str, out: str) -> Any:
 
     def lost_once(requests: Any) -> Any:
         engine.generate = sample
-        engine._version = None
+        engine.begin_update()
         raise EngineLost("gone", lambda: None)
 
     results = {

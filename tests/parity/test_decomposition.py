@@ -27,6 +27,7 @@ from lockstep.watch.gap_explained import Decomposition, decompose, split_gap
 from lockstep.watch.kept_sets import KeptSetStats
 from lockstep.watch.model_gradient import Checked, ModelGradient
 from lockstep.watch.tolerances import tolerance
+from lockstep.watch.turns import Record
 
 SINGLE = tolerance(torch.float32, torch.float32)
 gaps = st.floats(0, 50)
@@ -90,6 +91,7 @@ def test_what_was_put_into_a_completion_has_no_part_in_an_explanation(stage: Sta
         stage.engine,
         stage.tokenizer,
         stage.sampling(),
+        Record,
         num_generations=2,
         run_seed=1,
         version=stage.version,

@@ -128,7 +128,7 @@ class OverSharedMemory(HoldsNothing):
         from test_transports import Worker
 
         class Loading(Worker):
-            def _load(_, arrived: Any) -> None:
+            def take(_, arrived: Any) -> None:
                 self._describe([(name, tensor.clone()) for name, tensor in arrived])
 
         self.transport, self.worker = SharedMemoryTransport(20.0), Loading()

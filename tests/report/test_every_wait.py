@@ -48,7 +48,7 @@ SILENT = {
         threads.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
         environments/verifiers.py::VerifiersAgent._read gateway/streams.py::Heard.begins gateway/streams.py::Heard.until
         gateway/web.py::_wait report/heartbeat.py::Heartbeat._run report/notebook.py::NotebookView._draw_until_end
-        report/waits.py::_Waits._run threads.py::_limit.watch""",
+        report/waits.py::Waits._run threads.py::_limit.watch""",
     "it lasts at most a few seconds": """
         threads.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy gateway/agents.py::Agent._execute
         gateway/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop report/notebook.py::NotebookView.stop

@@ -8,7 +8,7 @@ import re
 import socket
 import threading
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -16,7 +16,7 @@ from transformers import TrainerState
 
 from lockstep.engines import connect
 from lockstep.errors import LockstepError
-from lockstep.report import waits
+from lockstep.report import heartbeat, waits
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.heartbeat import Heartbeat
 from lockstep.report.live import About, LiveView
@@ -47,10 +47,10 @@ class Lines(io.StringIO):
             return self._written.wait_for(lambda: re.search(pattern, self.getvalue()) is not None, LIMIT)
 
 
-def impatient(view: Any, seconds: float = 0.01) -> Any:
-    """The same view, whose first further line comes almost at once."""
-    view._heartbeat = Heartbeat(view._beat, seconds)
-    return view
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first further line about work comes almost at once."""
+    monkeypatch.setattr(heartbeat, "FIRST", 0.001)
 
 
 def view_of(console: Console, clock: PhaseClock) -> LiveView:
@@ -59,39 +59,47 @@ def view_of(console: Console, clock: PhaseClock) -> LiveView:
 
 
 def test_a_silence_is_broken_after_five_seconds_and_then_ever_more_rarely_up_to_a_minute() -> None:
-    printed, waited = iter([False] * 6 + [True] + [False]), []
-    heartbeat = Heartbeat(lambda: None)
+    printed, waited, ended = iter([False] * 6 + [True] + [False] * 2), list[float | None](), threading.Event()
 
-    def wait(seconds: float) -> bool:
-        waited.append(seconds)
-        found = next(printed, None)
-        heartbeat._stopped = found is None
-        return bool(found)
+    class Printed(threading.Event):
+        """Says at once whether a line was printed within the seconds. After the last of `printed` it really waits."""
 
-    heartbeat._printed = SimpleNamespace(wait=wait, clear=lambda: None)  # type: ignore[assignment]
-    heartbeat._run()
+        def wait(self, timeout: float | None = None) -> bool:
+            if (found := next(printed, None)) is None:
+                ended.set()
+                return super().wait(LIMIT)
+            waited.append(timeout)
+            return found
+
+    with patch.object(heartbeat, "threading", SimpleNamespace(Event=Printed, Thread=threading.Thread)):
+        silence = Heartbeat(lambda: None)
+    silence.printed()
+    assert ended.wait(LIMIT)
+    silence.stop()
     assert waited == [5, 10, 20, 40, 60, 60, 60, 5, 10]
 
 
+@pytest.mark.usefixtures("impatient")
 def test_nothing_is_said_after_the_end() -> None:
     beats = threading.Semaphore(0)
-    heartbeat = Heartbeat(beats.release, 0.001)
-    heartbeat.printed()
+    silence = Heartbeat(beats.release)
+    silence.printed()
     assert beats.acquire(timeout=LIMIT)
-    heartbeat.stop()
-    heartbeat.stop()
+    silence.stop()
+    silence.stop()
     assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-heartbeat"]
     # The same one can begin again.
     while beats.acquire(blocking=False):
         pass
-    heartbeat.printed()
+    silence.printed()
     assert beats.acquire(timeout=LIMIT)
-    heartbeat.stop()
+    silence.stop()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_work_that_lasts_prints_its_progress_away_from_a_terminal() -> None:
     out = Lines()
-    with watched_by(impatient(StatusLine(Console(file=out, width=200)))):
+    with watched_by(StatusLine(Console(file=out, width=200))):
         with busy("evaluating on 7 problems", lambda: "3/28 completions"):
             assert out.has("evaluating on 7 problems …\nevaluating on 7 problems · 3/28 completions · 0 s in all\n")
             with busy("waiting for the engine"):
@@ -100,9 +108,10 @@ def test_work_that_lasts_prints_its_progress_away_from_a_terminal() -> None:
     assert out.getvalue() == said
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_step_that_lasts_prints_its_phase_and_counters_away_from_a_terminal() -> None:
     out, clock = Lines(), PhaseClock()
-    view = impatient(view_of(Console(file=out, width=200), clock))
+    view = view_of(Console(file=out, width=200), clock)
     view.on_train_begin(None, TrainerState(max_steps=4), None)
     try:
         answered = clock.counted(8)
@@ -129,27 +138,34 @@ def test_work_before_the_panel_has_a_spinner_on_a_terminal() -> None:
 
 
 def test_an_evaluation_of_several_sets_is_told_by_its_own_name() -> None:
-    view = view_of(Console(file=io.StringIO()), PhaseClock())
-    state = SimpleNamespace(global_step=3)
+    console = Console(file=io.StringIO(), width=100)
+    view, state = view_of(console, PhaseClock()), SimpleNamespace(global_step=3)
+
+    def shown() -> str:
+        with console.capture() as captured:
+            console.print(view.panel())
+        return " ".join(captured.get().replace("│", " ").split())
+
     view.on_evaluate(None, state, None, {"eval_math_reward": 0.5, "eval_math_reward_ci95": 0.1})
-    assert view._evaluation == "math: 0.500 ± 0.100 at step 3"
+    assert "evaluation math: 0.500 ± 0.100 at step 3" in shown()
     view.on_evaluate(None, state, None, {"eval_reward": 0.25, "eval_reward_ci95": 0.05})
-    assert view._evaluation == "0.250 ± 0.050 at step 3"
+    assert "evaluation 0.250 ± 0.050 at step 3" in shown()
     view.on_evaluate(None, state, None, {"other": 1.0})
+    assert "evaluation 0.250 ± 0.050 at step 3" in shown()
 
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits are told almost at once."""
     monkeypatch.setattr(waits, "FIRST", 0.0)
-    monkeypatch.setattr(waits, "_EVERY", 0.01)
+    monkeypatch.setattr(waits, "LOOK_EVERY", 0.01)
 
 
 def test_a_wait_is_told_after_five_seconds_and_then_ever_more_rarely_up_to_a_minute() -> None:
-    found = waits._Waits()
+    found = waits.Waits()
     wait = waiting("the server", 240.0, lambda: "cannot be reached")
     wait.since = 100.0
-    found._open.add(wait)
+    found.open.add(wait)
     told = {second: lines for second in range(300) if (lines := found.tell(100.0 + second))}
     assert list(told) == [5, 15, 35, 75, 135, 195, 255]
     assert told[5] == ["waiting for the server: 5 s of at most 240 s · cannot be reached"]
@@ -157,21 +173,21 @@ def test_a_wait_is_told_after_five_seconds_and_then_ever_more_rarely_up_to_a_min
     wait.since = 400.0
     assert not found.tell(410.0)
     assert found.tell(255 + 100.0 + 180.0)
-    found._open.clear()
+    found.open.clear()
     assert found.tell(1000.0) == []
 
 
 def test_waits_for_one_thing_make_one_line_and_work_is_told_only_where_nothing_is_waited_for() -> None:
-    found = waits._Waits()
+    found = waits.Waits()
     for since in (4.0, 0.0, 9.5):
         wait = waiting("tool search", 60.0)
         wait.since = since
-        found._open.add(wait)
+        found.open.add(wait)
     work = waiting("loading the model", verb="")
-    found._open.add(work)
+    found.open.add(work)
     work.since = 0.0
     assert found.tell(10.0) == ["waiting for tool search (3 times): 10 s of at most 60 s"]
-    found._open = {work}
+    found.open = {work}
     assert found.tell(10.0) == ["loading the model: 10 s"]
 
 

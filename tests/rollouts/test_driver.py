@@ -21,6 +21,7 @@ from lockstep.report.waits import waiting
 from lockstep.rollouts.conversation import Conversation, OutOfRoom, Program, Turn, single_turn
 from lockstep.rollouts.driver import Driver, Start, collect
 from lockstep.rollouts.group import Prompt, Rollout
+from lockstep.watch.turns import Record
 
 KEYS = [RequestKey(f"p{i}", 0) for i in range(4)]
 
@@ -40,7 +41,7 @@ def run(
     on_rollout: Callable[[Rollout], None] | None = None,
     **more: Any,
 ) -> dict[RequestKey, Rollout]:
-    with Driver(engine or PlayedEngine(), TOKENIZER) as driver:  # type: ignore[arg-type]
+    with Driver(engine or PlayedEngine(), TOKENIZER, Record) as driver:  # type: ignore[arg-type]
         return driver.run(begun or starts(), program, on_rollout, **more)
 
 
@@ -299,7 +300,7 @@ def test_an_interrupt_in_the_engine_ends_the_programs_and_the_driver_can_go_on()
             ended.append(c.key)
 
     engine = PlayedEngine(change=interrupt)
-    with Driver(engine, TOKENIZER) as driver:  # type: ignore[arg-type]
+    with Driver(engine, TOKENIZER, Record) as driver:  # type: ignore[arg-type]
         with pytest.raises(KeyboardInterrupt):
             driver.run(starts(), program)
         assert sorted(ended) == KEYS
@@ -387,6 +388,7 @@ def test_a_rollout_with_tokens_of_other_weights_than_the_trainers_is_refused() -
             engine,  # type: ignore[arg-type]
             TOKENIZER,
             Sampling(9),
+            Record,
             num_generations=1,
             run_seed=0,
             version=7,

@@ -11,7 +11,7 @@ import games
 import pytest
 
 from lockstep.errors import InputError
-from lockstep.rollouts.programs.environment_process import ProcessEnvironment, in_process
+from lockstep.rollouts.programs.environment_process import ProcessEnvironment, in_process, process_of
 from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
 from lockstep.rollouts.programs.tools import ToolCalls
 
@@ -184,7 +184,7 @@ def test_a_process_makes_its_environment_with_the_given_arguments(stage: Any) ->
 
 
 def alive(instance: ProcessEnvironment) -> bool:
-    return instance._process.poll() is None
+    return process_of(instance).poll() is None
 
 
 def test_a_process_that_dies_fails_its_environment_only(stage: Any) -> None:
@@ -209,7 +209,7 @@ def test_a_process_that_hangs_is_killed(stage: Any) -> None:
     found.all.give_back(found.one)
     assert not alive(found.one.instance)
     with pytest.raises(ProcessLookupError):
-        os.kill(found.one.instance._process.pid, 0)
+        os.kill(process_of(found.one.instance).pid, 0)
 
 
 def test_every_process_ends_with_its_run(stage: Any) -> None:

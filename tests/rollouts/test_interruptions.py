@@ -20,6 +20,7 @@ from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.driver import Driver, Start
 from lockstep.rollouts.group import Prompt
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
+from lockstep.watch.turns import Record
 
 
 def sampled(
@@ -36,7 +37,7 @@ def sampled(
         await interrupted(interruption, conversation.sampling)(conversation)
 
     starts = [Start(Prompt(r.key.prompt_id, r.prompt_ids, ""), r.key, r.seed, r.sampling) for r in requests]
-    with Driver(engine, TOKENIZER) as driver:  # type: ignore[arg-type]
+    with Driver(engine, TOKENIZER, Record) as driver:  # type: ignore[arg-type]
         found = driver.run(starts, program, None if seen is None else seen.append)
     return {key: rollout.completion for key, rollout in found.items()}
 

@@ -271,7 +271,7 @@ def test_a_coroutine_reward_that_blocks_its_loop_is_waited_for_no_longer_than_it
     monkeypatch: pytest.MonkeyPatch, in_a_notebook: bool
 ) -> None:
     """Its loop cannot cancel it."""
-    monkeypatch.setattr(coroutines, "_GRACE", 0.01)
+    monkeypatch.setattr(coroutines, "GRACE", 0.01)
     done = threading.Event()
 
     async def blocks(**_: Any) -> list[float]:
@@ -361,7 +361,7 @@ def test_what_belongs_to_an_event_loop_may_live_as_long_as_the_run() -> None:
 
 
 def test_after_a_function_has_blocked_the_loop_the_next_one_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coroutines, "_GRACE", 0.01)
+    monkeypatch.setattr(coroutines, "GRACE", 0.01)
     done = threading.Event()
 
     async def blocks(**_: Any) -> list[float]:

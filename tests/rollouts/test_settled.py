@@ -19,6 +19,7 @@ from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.driver import Driver, Start
 from lockstep.rollouts.group import Prompt
 from lockstep.rollouts.programs.tools import ToolCalls, tools_of
+from lockstep.watch.turns import Record
 
 ALL = tools_of([multiply])
 
@@ -105,7 +106,7 @@ def test_an_error_in_the_wait_for_tools_ends_the_generation(looks: int) -> None:
 
     start = Start(Prompt("p", (1, 2), "row"), RequestKey("p", 0), 1, Sampling(40))
     with (
-        Driver(PlayedEngine(), TOKENIZER, Calls(60.0)) as driver,  # type: ignore[arg-type]
+        Driver(PlayedEngine(), TOKENIZER, Record, Calls(60.0)) as driver,  # type: ignore[arg-type]
         pytest.raises(LockstepError, match="nobody counted the calls"),
     ):
         driver.run([start], two_turns)

@@ -30,6 +30,7 @@ from lockstep.rollouts.programs.tools import ToolCalls, tools_of
 from lockstep.sync.push import push_weights
 from lockstep.tokens.conversation.extension import Extension
 from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.watch.turns import Record
 
 END = 0
 # The tiny model's log-probs in fp32, from two implementations of its attention.
@@ -100,7 +101,7 @@ class Played:
             name = (columns or {}).get("environment") if self.environments and self.environments.routed else None
             prompts.append(Prompt(f"row/{i}", self.extensions[name].prompt(source), source, columns or {}))
         starts = starts_for(prompts, Sampling(tokens), num_generations=samples, run_seed=3, version=7)
-        with Driver(self.engine, self.tokenizer, self.calls) as driver:
+        with Driver(self.engine, self.tokenizer, Record, self.calls) as driver:
             groups = sampled_now(driver, prompts, starts, 7, program=self.program)
         return [rollout for group in groups for rollout in group.rollouts]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,11 +20,10 @@ from lockstep.engines.vllm.workers.environment import process_start
 from lockstep.environments.verifiers import environment
 from lockstep.errors import InputError, LockstepError
 from lockstep.gateway.agents import Agent, AgentFailed
-from lockstep.kill_at_exit import KillAtExit
-from lockstep.models.packaged import _fetch
+from lockstep.kill_at_exit import KillAtExit, of_users_code
+from lockstep.models.packaged import fetch
 from lockstep.rollouts.programs.environment_process import in_process
-from lockstep.server.guard import KeyGuard
-from lockstep.server.keys import KEY_VARIABLE, guards_key, take_key
+from lockstep.server.keys import KEY_VARIABLE
 from lockstep.tasks.math_comparison import Worker
 
 KEY = "a-key-for-tests-only"
@@ -63,7 +63,7 @@ def compared(python: str, folder: Path) -> None:
 
 
 def fetched(python: str, folder: Path) -> None:
-    _fetch(folder)
+    fetch(folder)
 
 
 def killer(python: str, folder: Path) -> None:
@@ -91,7 +91,7 @@ def test_no_process_gets_the_servers_key(start: str, tmp_path: Path, monkeypatch
     monkeypatch.setenv(KEY_VARIABLE, KEY)
     monkeypatch.setenv("OTHER_API_KEY", "of-another-service")
     # It is started beside the user's first process.
-    monkeypatch.setattr("lockstep.kill_at_exit._of_users_code", [KillAtExit()])
+    of_users_code()
     monkeypatch.setattr(sys, "executable", str(spy))
     with suppress(InputError, LockstepError, AgentFailed):
         STARTED[start](str(spy), tmp_path)
@@ -110,10 +110,15 @@ def test_vllms_workers_beside_a_trainer_do_not_get_it(tmp_path: Path, monkeypatc
     assert os.environ[KEY_VARIABLE] == KEY
 
 
-def test_the_engines_processes_of_a_server_do_not_get_it_and_the_guard_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.server.keys._taken", [])
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
-    take_key()
-    assert KEY_VARIABLE not in os.environ
-    assert guards_key() == KEY
-    assert KeyGuard(None)._key == KEY  # type: ignore[arg-type]
+def test_the_engines_processes_of_a_server_do_not_get_it_and_the_guard_has_it() -> None:
+    """In a process of its own, because a process keeps the key that it has taken."""
+    program = f"""
+import os
+from lockstep.server.guard import KeyGuard
+from lockstep.server.keys import guards_key, take_key
+take_key()
+assert {KEY_VARIABLE!r} not in os.environ
+assert guards_key() == {KEY!r}
+KeyGuard(None)  # it raises an error if it has no key
+"""
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, KEY_VARIABLE: KEY}, check=True, timeout=120)

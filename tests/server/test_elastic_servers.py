@@ -96,13 +96,13 @@ def gone(workers: list[Any]) -> list[Any]:
 
 def other_scores(url: str) -> Any:
     """While this is entered, one server scores the canary wrongly."""
-    real = ServerRequests._score
+    real = ServerRequests.score_one
 
     async def score(self: ServerRequests, ids: Any, server: ServerCalls, *more: Any) -> tuple[float, ...]:
         found = await real(self, ids, server, *more)
         return tuple(value - 1 for value in found) if server.url == url else found
 
-    return patch.object(ServerRequests, "_score", score)
+    return patch.object(ServerRequests, "score_one", score)
 
 
 def test_servers_join_when_they_are_proven_and_leave_by_the_file_and_the_weights_stay_the_same(

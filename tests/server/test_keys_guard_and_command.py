@@ -19,7 +19,7 @@ import torch
 from full_disk import full_disk
 
 from lockstep.cli.main import main
-from lockstep.cli.serve import _where
+from lockstep.cli.serve import place_of_key
 from lockstep.engines.http.server_calls import HOW_TO_START
 from lockstep.errors import InputError
 from lockstep.images.files import LARGEST
@@ -55,7 +55,7 @@ class TestKeys:
         try:
             with open(inner if terminal else tmp_path / "log", "w", encoding="utf-8") as stream:
                 monkeypatch.setattr("sys.stderr", stream)
-                said = _where("the-key-itself", tmp_path / "k", Namespace(key_file=None))
+                said = place_of_key("the-key-itself", tmp_path / "k", Namespace(key_file=None))
         finally:
             os.close(outer)
         assert str(tmp_path / "k") in said

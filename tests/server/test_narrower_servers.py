@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,8 +43,8 @@ def test_a_push_in_bf16_loads_the_same_weights_as_a_push_in_fp32(bf16_server: Se
     after_narrow = held(engine)
     push_weights(make_model(), engine, 2)
     assert any(not torch.equal(answer, after_narrow[name]) for name, answer in held(engine).items())
-    engine._wire_dtype = None
-    wide = push_weights(model, engine, 3)
+    with patch.object(VLLMServer, "wire_dtype", None):
+        wide = push_weights(model, engine, 3)
     assert 2 * narrow.bytes == wide.bytes == sum(p.nbytes for p in model.parameters())
     after_wide = held(engine)
     assert after_wide.keys() == after_narrow.keys()

@@ -160,14 +160,14 @@ def test_a_gap_names_the_server_whose_answers_have_it(
     server: Server, second: Server, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    real = ServerRequests._sample
+    real = ServerRequests.sample_one
 
     async def shifted(self: ServerRequests, request: GenerationRequest, at: ServerCalls, limit: float) -> Completion:
         answer = await real(self, request, at, limit)
         return answer if at.url == server.url else replace(answer, logprobs=answer.logprobs - 0.1)
 
     trainer = make_trainer(untied_dir, tmp_path, f"{server.url},{second.url}")
-    with patch.object(ServerRequests, "_sample", shifted), pytest.raises(ProofError) as failed:
+    with patch.object(ServerRequests, "sample_one", shifted), pytest.raises(ProofError) as failed:
         train(trainer)
     assert failed.value.check == "gap"
     assert f"only the answers of {second.url} differ" in failed.value.cause

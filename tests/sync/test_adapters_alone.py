@@ -84,7 +84,10 @@ def mean_gap(model: Any, found: Completion) -> float:
 
 def from_cache(engine: VLLMInProcess) -> int:
     """How many of a long prompt's tokens vLLM finds in its prefix cache."""
-    (output,) = engine._run({"cached": (LONG, sampling_params(asked("cached")))})
+    given: Any = {"prompt_token_ids": LONG}
+    (output,) = engine.llm.generate(
+        given, sampling_params(asked("cached")), use_tqdm=False, lora_request=engine.adapters.request
+    )
     return int(output.num_cached_tokens or 0)
 
 
@@ -105,6 +108,7 @@ def on_vllm(test: Callable[..., None]) -> Callable[..., None]:
 def test_each_push_is_proven_and_the_last_adapter_alone_stays(
     model: Any, engine: VLLMInProcess, pushing: ProvenPusher
 ) -> None:
+    earlier: list[str] = []
     for version in range(4):
         proof = pushing.push(version, canary=True, every_module=version == 2)
         assert proof.canary is not None
@@ -116,8 +120,12 @@ def test_each_push_is_proven_and_the_last_adapter_alone_stays(
         assert set(found.weight_versions.tolist()) == {version}
         assert mean_gap(model, found) < 1e-5
         memory = memory_of(engine)
-        assert list(memory.tensors) == list(memory._ids) == [engine.adapters.name]
-        assert len(memory._manager.list_adapters()) == 1
+        assert list(memory.tensors) == [engine.adapters.name]
+        assert len(memory.slots.list_adapters()) == 1
+        for name in earlier:
+            with pytest.raises(KeyError, match=name):
+                memory.activate(name)
+        earlier.append(engine.adapters.name)
         move(model, version)
     assert mean_gap(model, found) > 0.05
 
@@ -133,7 +141,7 @@ def test_the_prefix_cache_finds_nothing_of_an_earlier_push(engine: VLLMInProcess
 
 @on_vllm
 def test_vllms_prefix_cache_takes_two_adapters_of_one_name_for_the_same(
-    engine: VLLMInProcess, pushing: ProvenPusher
+    model: Any, engine: VLLMInProcess, pushing: ProvenPusher
 ) -> None:
     """Its keys have the name and the path of an adapter, and not its number. Therefore every push has a name of its own."""
     pushing.push(11)
@@ -146,7 +154,7 @@ def test_vllms_prefix_cache_takes_two_adapters_of_one_name_for_the_same(
     for same_name in (True, False):
         name = used.lora_name if same_name else "another"
         memory.drop([used.lora_name, "another"])
-        memory.keep(name, AdapterSource(pushing._model, torch.float32))
+        memory.keep(name, AdapterSource(model, torch.float32))
         engine.adapters.request = LoRARequest(name, used.lora_int_id + 1000 + same_name, f"lockstep:{name}")
         engine.llm.llm_engine.add_lora(engine.adapters.request)
         assert (from_cache(engine) > 0) is same_name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -283,10 +284,10 @@ def test_changes_that_meet_an_old_base_are_found_and_everything_is_sent(caplog: 
     """The trainer's copy is one push ahead of the engine's."""
     model, receiver = make_model(), Receiver(torch.bfloat16, keeps=True)
     push_weights(model, receiver, 0)
-    old = {name: tensor.clone() for name, tensor in receiver.reference._tensors.items()}
+    old = copy.deepcopy(receiver.reference)
     # Other places than those of the next changes: new values that are written twice would be right.
     push_weights(moved(model, start=7), receiver, 1)
-    receiver.reference._tensors = old
+    receiver.reference = old
     in_full(model, receiver, caplog, "tensors differ from those that were sent")
 
 
@@ -366,12 +367,12 @@ class KeepingWorker(Worker):
         self.keeps = info.get("keeps", False)
         super().update_weights(info)
 
-    def _load(self, arrived: Sequence[Any]) -> None:
+    def take(self, arrived: Sequence[Any]) -> None:
         if self.keeps:
             assert self.reference.take(arrived)
             self.found |= {name: tensor.clone() for name, tensor in self.reference.to_load()}
         else:
-            super()._load(arrived)
+            super().take(arrived)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -48,9 +48,9 @@ class Watching(Worker):
         self.addresses |= listening()
         super().update_weights(info)
 
-    def _load(self, arrived: Any) -> None:
+    def take(self, arrived: Any) -> None:
         self.addresses |= listening()
-        super()._load(arrived)
+        super().take(arrived)
 
 
 def test_a_push_listens_on_loopback_and_after_it_nothing_listens() -> None:

@@ -278,8 +278,7 @@ def test_the_end_of_a_run_waits_a_bounded_time_for_its_group(monkeypatch: pytest
     transport, worker, released = over_groups(NCCL), Worker(), threading.Event()
     send(transport, [worker], 0)
     monkeypatch.setattr(devices, "END_LIMIT", 0.1)
-    channel = transport._kept._channel
-    monkeypatch.setattr(type(channel), "_end", lambda self, in_flight: released.wait())
+    monkeypatch.setattr(dist.ProcessGroupGloo, "abort", lambda group: released.wait())
     transport.close()
     assert push_threads() == {"lockstep-broadcast"}
     released.set()

@@ -64,12 +64,12 @@ class Worker:
             )
         with closing(coming):
             for arrived in coming:
-                self._load(arrived)
+                self.take(arrived)
 
     def workers(self, method: str, *args: str) -> list[Any]:
         raise NotImplementedError
 
-    def _load(self, arrived: Sequence[Named]) -> None:
+    def take(self, arrived: Sequence[Named]) -> None:
         self.calls += 1
         if self.calls == self._fails_at:
             raise EngineLost("the worker is gone", lambda: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -92,12 +93,17 @@ def test_in_another_thread_an_expression_that_hangs_costs_its_own_score_alone(
 
 
 def test_a_process_that_compares_and_ends_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert elsewhere([r"\boxed{7}"], ["7"]) == [1.0]
-    process = math_comparison._worker._process
-    assert process is not None
-    process.kill()
-    process.wait(60)
-    assert elsewhere([r"\boxed{7}"], ["7"]) == [1.0]
+    started: list[Any] = []
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *words, **more: started.append(start(*words, **more)) or started[-1]
+    )
+    worker = math_comparison.Worker()
+    for count in (1, 2):
+        assert [worker.compare("7", r"\boxed{7}").score for _ in range(2)] == [1.0, 1.0]
+        assert len(started) == count
+        started[-1].kill()
+        started[-1].wait(60)
 
 
 @pytest.mark.parametrize(

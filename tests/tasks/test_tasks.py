@@ -14,7 +14,7 @@ from datasets import Dataset, DatasetDict
 
 from lockstep.cli.fields.inputs import factory_names
 from lockstep.errors import InputError
-from lockstep.rollouts.programs.environment_process import in_process
+from lockstep.rollouts.programs.environment_process import end_process, in_process
 from lockstep.tasks.arithmetic import KINDS, arithmetic
 from lockstep.tasks.builtin_rewards import exact_match
 from lockstep.tasks.calculator import calculator, multiply, right_call
@@ -80,7 +80,7 @@ def test_a_reasoning_gym_problem_may_be_tried_again_also_in_a_process_of_its_own
                 assert environment.answer(text="banana") == "wrong, try again"
                 assert environment.get_reward() == 1.0
     finally:
-        in_a_process._end()
+        end_process(in_a_process)
 
 
 def test_a_wrong_answer_to_a_reasoning_gym_problem_is_followed_by_the_users_next_message() -> None:

@@ -94,7 +94,7 @@ def extension_of(name: str, with_renderer: bool = True) -> Extension:
 
 def inserted_by(extension: Extension, case: str) -> str:
     """Which of both makes the ids after an ended turn: "renderer" or "template", or "branches"."""
-    continuation = extension._continuation
+    continuation = extension.continuation
     if continuation.renderer is None or case not in extension.cases:
         return ""
     asked, last, follow = next(drawn(continuation, case))

@@ -38,7 +38,7 @@ def new_extension(name: str, **more: Any) -> Extension:
 
 def turns_with_calls(name: str) -> list[tuple[list[Message], Ids, Ids, list[Message]]]:
     """Drawn conversations before an ended turn with a call: messages, context, turn, results."""
-    continuation = extension_of(name)._continuation
+    continuation = extension_of(name).continuation
     template, found = continuation.template, []
     for asked, last, results in drawn(continuation, CALLS[0]):
         before = template.text(asked)
@@ -244,7 +244,7 @@ def test_auto_takes_the_family_of_the_tokenizers_name() -> None:
     with pytest.raises(InputError, match=r"knows no family for the tokenizer '': name the family .*qwen3"):
         Extension(tokenizer, end_ids(family), renderer="auto")
     tokenizer.name_or_path = "Qwen/Qwen3-8B"
-    renderer = Extension(tokenizer, end_ids(family), renderer="auto")._continuation.renderer
+    renderer = Extension(tokenizer, end_ids(family), renderer="auto").continuation.renderer
     assert renderer is not None
     assert renderer.family == "qwen3"
 

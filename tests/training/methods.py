@@ -62,7 +62,7 @@ def parameters(module: torch.nn.Module | None) -> dict[str, torch.Tensor]:
 
 def reference_of(run: OnlineTrainer) -> Any:
     """The trainer's separate reference model, if it has one."""
-    return getattr(run.reference, "_own", None)
+    return run.reference.own if run.reference is not None else None
 
 
 def logs(run: OnlineTrainer) -> list[dict[str, Any]]:

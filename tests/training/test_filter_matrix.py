@@ -46,6 +46,7 @@ from lockstep.watch.kept_sets import KeptSetProof
 from lockstep.watch.rescoring import OWN_DTYPE
 from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.tolerances import tolerance
+from lockstep.watch.turns import Record
 
 VERSION = 3
 TOKENIZER = make_tokenizer()
@@ -184,7 +185,15 @@ def test_rollouts_have_the_gap_the_sets_and_the_gradient_of_the_book(
 def check(stack: Stack, sampling: Sampling, program: Any) -> list[TrainingSequence]:
     """Sample, prove and compare. Returns the completions."""
     groups = collect(
-        PROMPTS, stack.engine, TOKENIZER, sampling, num_generations=3, run_seed=1, version=VERSION, program=program
+        PROMPTS,
+        stack.engine,
+        TOKENIZER,
+        sampling,
+        Record,
+        num_generations=3,
+        run_seed=1,
+        version=VERSION,
+        program=program,
     )
     sequences = sequences_of(groups, VERSION)
     assert sum(s.length for s in sequences) >= 6

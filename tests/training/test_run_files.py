@@ -78,7 +78,10 @@ def test_a_source_tree_that_is_not_installed_has_no_version_and_trains(monkeypat
         return "1.0"
 
     assert "lockstep" in surroundings.versions()
+    # What this process has read stays.
     monkeypatch.setattr(surroundings, "version", version)
+    assert surroundings.versions()["torch"] != "1.0"
+    monkeypatch.setattr(surroundings, "installed_version", surroundings.installed_version.__wrapped__)
     assert surroundings.versions()["torch"] == "1.0"
     assert "lockstep" not in surroundings.versions()
 
@@ -129,9 +132,10 @@ def strict(text: str) -> Any:
 
 
 def test_the_files_of_a_run_are_json_where_a_figure_is_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, nan = RunFiles(SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path))), 0.0), float("nan")  # type: ignore[arg-type]
-    files._is_training = True
-    monkeypatch.setattr(files, "_write_now_and_then", lambda: None)
+    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)), ranks=SimpleNamespace(owner=True))
+    files, nan = RunFiles(trainer, 0.0), float("nan")  # type: ignore[arg-type]
+    files.on_train_begin(None, None, None)
+    monkeypatch.setattr(files, "write_report", lambda: None)
     files.on_log(None, SimpleNamespace(global_step=3), None, {"loss": nan, "entropy": 1.0, "eval_reward": float("inf")})
     assert strict((tmp_path / "metrics.jsonl").read_text()) == {
         "step": 3,
@@ -163,7 +167,7 @@ def test_a_failed_proof_leaves_its_report_and_its_rollouts(
         if run.state.global_step == 1:
             raise ProofError("gap", "mean 0.5 <b>", "the weights differ", "look")
 
-    monkeypatch.setattr(run.source.watch.generations, "check", fail)
+    monkeypatch.setattr(run.source.proofs, "check", fail)
     with pytest.raises(ProofError, match="the weights differ"):
         run.train()
     record, page = read_run(tmp_path / "run"), (tmp_path / "run" / "report.html").read_text()

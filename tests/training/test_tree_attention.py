@@ -108,10 +108,10 @@ def paths_of(launch: float, room: int = 4) -> Iterator[None]:
     """A kernel's start takes `launch` microseconds where paths are computed, and very long where blocks are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(path_plan, "OF_CALL", launch / path_plan.LAUNCH)
-        patch.setattr(path_plan, "_OF_BLOCK", 1e6)
-        patch.setattr(path_plan, "_OF_MASKED", 1e6)
+        patch.setattr(path_plan, "OF_BLOCK", 1e6)
+        patch.setattr(path_plan, "OF_MASKED", 1e6)
         patch.setattr(path_plan, "MOST_COLUMNS", room)
-        patch.setattr(path_plan, "_USUAL", 1)
+        patch.setattr(path_plan, "USUAL_PACK", 1)
         yield
 
 

@@ -30,7 +30,7 @@ def test_a_pass_that_scores_no_pack_is_counted_too(
     run = make("GRPO", untied_dir, tmp_path, hf_engine, {**TWO_GROUPS, "beta": 0.1})
     policy = run.loop.policy().model
     models = {"the policy": policy, "its trunk": policy.base_model, "the reference": reference_of(run)}
-    proofs = run.source.watch.generations
+    proofs = run.source.proofs
     real = proofs.check
 
     def prove(*args: Any, **kwargs: Any) -> None:

@@ -53,6 +53,7 @@ class Work:
         adapters: for each forward, whether the adapter was on, if there is one.
         forwards: the number of forwards through policy or reference, from any caller, after the start of the run is proven.
         checks: the number of sequences whose reference log-probs were computed a second time, one per pass of the reference.
+        outputs: the number of forwards that show whether the reference still computes what it computed at first.
         repeated: the number of sequences whose log-probs were computed a second time by a plain forward: one per later step of a
             generation, if it learns from any.
         backwards: the number of the trainer's backward calls.
@@ -63,6 +64,7 @@ class Work:
     adapters: list[bool] = field(default_factory=list)
     forwards: int = 0
     checks: int = 0
+    outputs: int = 0
     repeated: int = 0
     backwards: int = 0
 
@@ -80,6 +82,7 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
     """Count the work of a run: the passes that score a pack. Hooks on the models show that there are no other passes."""
     work = Work()
     real_check, real_plain = frozen.check_reference_scores, plain_forward.check_plain
+    real_outputs = run.watch.reference_outputs.check
     real_score, real_backward, real_start = Policy.score, run.accelerator.backward, run.source.watch.start
 
     def start(*args: Any) -> None:
@@ -108,11 +111,16 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
         work.checks += 1
         real_check(*args)
 
+    def outputs(*args: Any) -> None:
+        work.outputs += 1
+        real_outputs(*args)
+
     def plain(*args: Any) -> None:
         work.repeated += 1
         real_plain(*args)
 
     monkeypatch.setattr(frozen, "check_reference_scores", check)
+    monkeypatch.setattr(run.watch.reference_outputs, "check", outputs)
     monkeypatch.setattr(plain_forward, "check_plain", plain)
     monkeypatch.setattr(Policy, "score", score)
     monkeypatch.setattr(run.accelerator, "backward", backward)
@@ -125,7 +133,7 @@ def counted(run: OnlineTrainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wor
             hooks.enter_context(model.base_model.register_forward_pre_hook(forward))
         yield work
     passes = len(work.learning) + len(work.looking)
-    assert work.forwards == passes + work.checks + work.repeated, f"{work.forwards} forwards"
+    assert work.forwards == passes + work.checks + work.outputs + work.repeated, f"{work.forwards} forwards"
     assert work.repeated <= run.state.global_step - -(
         -run.state.global_step // run.config.optimizer_steps_per_generation
     )

@@ -78,7 +78,7 @@ def score(
             chosen_logps = logps.gather(1, targets[:, None])[:, 0]
             found[name] += chosen_logps.tolist()
             if draws and not name:
-                sums += _sums(logps.double(), chosen_logps.double())
+                sums += draw_sums(logps.double(), chosen_logps.double())
         place += len(rows)
     reported, scores = rollout.logprobs[rollout.sampled], {name: np.array(v) for name, v in found.items()}
     own = scores.pop("")
@@ -96,7 +96,7 @@ def _logps(
     return torch.stack(rows) if rows else logits
 
 
-def _sums(logps: torch.Tensor, own: torch.Tensor) -> list[tuple[float, float, float, float]]:
+def draw_sums(logps: torch.Tensor, own: torch.Tensor) -> list[tuple[float, float, float, float]]:
     """Entropy, variance of log p, mass of less likely ids, and mass of at most as likely ids, of each row."""
     p = logps.exp()
     finite = logps.masked_fill(p == 0, 0.0)

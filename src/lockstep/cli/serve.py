@@ -84,7 +84,7 @@ def run(words: list[str]) -> int:
         starting.close()
         _say(f"{arguments.model} is ready at {options.url} ({seconds:.0f} s)")
         if not said and not options.is_later_node:
-            _say(_where(key, file, arguments))
+            _say(place_of_key(key, file, arguments))
         said = True
 
     with reserved_port(options.port), socket_folder() as sockets:
@@ -187,7 +187,12 @@ def _key(arguments: argparse.Namespace) -> tuple[str, Path | None]:
     return make_key(), named or default_key_file(arguments.port)
 
 
-def _where(key: str, file: Path | None, arguments: argparse.Namespace) -> str:
+def place_of_key(key: str, file: Path | None, arguments: argparse.Namespace) -> str:
+    """Where the key is, in words. The key itself is said on a terminal only.
+
+    Args:
+        file: the file for a key that was made now; None: the key was given.
+    """
     from lockstep.server.keys import KEY_VARIABLE
 
     if file is not None and sys.stderr.isatty():

@@ -12,8 +12,7 @@ from typing import Any
 from lockstep.gateway.refusals import bad_value
 from lockstep.images.data_urls import is_data_url
 from lockstep.images.urls import is_url
-from lockstep.tokens.chat import Message
-from lockstep.tokens.conversation.template import Content
+from lockstep.tokens.chat import Content, Message
 from lockstep.tokens.json_values import read_json, whole_characters
 
 # OpenAI calls a system message `developer` for its newer models. Chat templates know `system` only.

@@ -26,7 +26,7 @@ _PORTS = {"http": 80, "https": 443}
 # Seconds of a whole fetch, bytes of a file, and redirects of a fetch.
 _TIME, LARGEST, _REDIRECTS = 30.0, 32 << 20, 5
 # Bytes of fetched files that are kept for rows that name the same URL.
-_KEPT = 256 << 20
+KEPT_BYTES = 256 << 20
 # Python and servers read these in different ways.
 _AMBIGUOUS = re.compile(r"[\s\\\x00-\x20\x7f]")
 
@@ -79,7 +79,7 @@ class ImageUrls:
         with self._lock:
             self._size += len(file)
             for name, other in list(self._files.items()):
-                if self._size > _KEPT and other.done():
+                if self._size > KEPT_BYTES and other.done():
                     self._size -= len(self._files.pop(name).result())
         return file
 

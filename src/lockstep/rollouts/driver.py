@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,6 @@ from lockstep.errors import LockstepError, ProofError
 from lockstep.rollouts.conversation import Ask, Conversation, Decode, OutOfRoom, Program, single_turn
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.rollouts.programs.tools import ToolCalls
-from lockstep.rollouts.record import Record
 from lockstep.rollouts.seal import seal_of
 from lockstep.threads import CallLoop, Pending
 from lockstep.tokens.arrays import Ids
@@ -52,11 +51,26 @@ class Start:
         return GenerationRequest(self.key, self.prompt.ids, self.sampling, self.seed, self.prompt.pictures)
 
 
+class RolloutRecord(Protocol):
+    """Hears what the engine was asked for one rollout and what it answered, and compares the rollout with it."""
+
+    def note(self, request: GenerationRequest, answer: Completion) -> None:
+        """The engine has answered, and the conversation will take the answer."""
+
+    def check(self, rollout: Rollout) -> None:
+        """The program has ended, and has made this rollout.
+
+        Raises:
+            ProofError: the rollout does not hold exactly what the engine answered.
+        """
+
+
 class Driver:
     """Runs programs against one engine.
 
     Args:
         tokenizer: decodes ids to text. It never makes ids.
+        record: makes the record of one rollout (`watch/turns.py`).
         calls: runs the calls of tools and environments that programs make; None: programs wait for nothing but the engine.
         check: raises if an answer does not fit its request (`watch/ends.py`).
     """
@@ -65,10 +79,11 @@ class Driver:
         self,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
+        record: Callable[[], RolloutRecord],
         calls: ToolCalls | None = None,
         check: CheckAnswer | None = None,
     ) -> None:
-        self.engine, self._calls, self._check = engine, calls, check
+        self.engine, self._record, self._calls, self._check = engine, record, calls, check
         self._errands = calls.errands if calls is not None else Errands()
         self._decode = decoding(tokenizer)
         self.loop = CallLoop("lockstep-programs")
@@ -132,7 +147,7 @@ class Driver:
         )
 
         async def one(start: Start) -> None:
-            record = Record()
+            record = self._record()
             ask = _asking(inbox, record)
             conversation = Conversation(start.prompt, start.key, start.seed, start.sampling, context, self._decode, ask)
             await _followed(program, conversation)
@@ -212,6 +227,7 @@ def collect(
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     sampling: Sampling,
+    record: Callable[[], RolloutRecord],
     *,
     num_generations: int,
     run_seed: int,
@@ -221,6 +237,7 @@ def collect(
     """Make `num_generations` rollouts of every prompt, with a driver of its own.
 
     Args:
+        record: as in `Driver`.
         version: the version that the trainer pushed last; the engine must hold it.
 
     Returns:
@@ -230,7 +247,7 @@ def collect(
         ProofError: the engine holds another version, or an answer fails its checks.
         InputError: a prompt does not fit the engine's context.
     """
-    with Driver(engine, tokenizer) as driver:
+    with Driver(engine, tokenizer, record) as driver:
         starts = starts_for(prompts, sampling, num_generations=num_generations, run_seed=run_seed, version=version)
         return sampled_now(driver, prompts, starts, version, program=program)
 
@@ -340,7 +357,7 @@ async def _followed(program: Program, conversation: Conversation) -> None:
         ) from error
 
 
-def _asking(inbox: Inbox, record: Record) -> Ask:
+def _asking(inbox: Inbox, record: RolloutRecord) -> Ask:
     async def ask(request: GenerationRequest, progress: Progress | None) -> Completion:
         answer = await asyncio.wrap_future(inbox.ask(request, progress))
         # Nothing can be cancelled between here and the place where the conversation takes the answer.

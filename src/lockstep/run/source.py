@@ -46,6 +46,7 @@ from lockstep.training.generate.scoring import Scoring
 from lockstep.watch.engine import EngineWatch, Proofs
 from lockstep.watch.push import NOT_PUSHED
 from lockstep.watch.settings import SettingsProof
+from lockstep.watch.turns import Record
 
 if TYPE_CHECKING:
     # It needs the libraries of a web server.
@@ -158,7 +159,7 @@ class RolloutSource:
             if self._tools is not None:
                 self.program = self._tools.start()
             calls = self._tools.calls if self._tools is not None else None
-            self._driver = Driver(engine, self._tokenizer, calls, proofs.check_answer)
+            self._driver = Driver(engine, self._tokenizer, Record, calls, proofs.check_answer)
             self._server_changes = server_changes(engine, config, shake, proofs)
             if config.max_staleness:
                 self._ahead = generations_ahead(engine, self._driver, self._limit_ahead)

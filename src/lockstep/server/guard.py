@@ -47,7 +47,9 @@ ALIVE = "lockstep_alive"
 LARGEST_RPC = 64 << 20
 # The number of a trainer's call, and how many numbers of a session are kept beyond one that has not come.
 _NUMBER, MOST_HIGHER = re.compile(r"[1-9][0-9]{0,17}"), 4096
-# A server whose engine owes an answer for this many seconds is not healthy any more, and what it answers then.
+# A server whose engine owes an answer for this many seconds is not healthy any more, and what it answers then. A server that does
+# not answer for so long is ended, and so is one of which a signal has stopped a process. The limit is long, because the server may
+# only be busy.
 SILENT_LIMIT = 120.0
 SILENT_STATUS = 504
 

@@ -32,9 +32,6 @@ from lockstep.server.machine import has_stopped_process, processes_of
 _TICK = 0.25
 HEALTH_EVERY = 5.0
 _HEALTH_LIMIT = 5.0
-# A server that does not answer for this many seconds is ended, and so is one of which a process is stopped by a signal for so long.
-# The limit is long, because the server may only be busy.
-_SILENT_LIMIT = SILENT_LIMIT
 # If a server refuses connections or reports an error, its engine has ended, and the open calls will never be answered. The server
 # is killed after this many seconds of such failures.
 FAILING_LIMIT = 3.0
@@ -161,11 +158,11 @@ class Supervisor:
                     if health is Health.ENGINE_SILENT:
                         self._child.kill()
                         return _since(healthy_since), f"has an engine that did not answer for {SILENT_LIMIT:.0f} s"
-                    if now - running_at > _SILENT_LIMIT:
+                    if now - running_at > SILENT_LIMIT:
                         self._child.kill()
-                        return _since(healthy_since), f"had a stopped process for {_SILENT_LIMIT:.0f} s"
-                    if now - last_healthy > _SILENT_LIMIT:
-                        return _since(healthy_since), f"did not answer for {_SILENT_LIMIT:.0f} s"
+                        return _since(healthy_since), f"had a stopped process for {SILENT_LIMIT:.0f} s"
+                    if now - last_healthy > SILENT_LIMIT:
+                        return _since(healthy_since), f"did not answer for {SILENT_LIMIT:.0f} s"
                     if failing_since is not None and now - failing_since > FAILING_LIMIT:
                         self._child.kill()
                         return _since(healthy_since), f"reported errors for {FAILING_LIMIT:.0f} s"

@@ -1,21 +1,45 @@
-"""Turns a dataset's prompt (text or messages) into token ids. No other module does this.
+"""Turns a dataset's prompt into token ids, and renders messages with the chat template. No other module does this.
 
-The prompt comes from the `prompt` column, and the ids go into requests to an engine. An engine's answer is never tokenized again.
-Messages are rendered as in later turns (`tokens/conversation/template.py`): text in a message that looks like a control token stays
-text. A prompt of plain text is encoded without changes: text of control tokens becomes control tokens, as in TRL.
+A prompt of plain text is encoded without changes: text of control tokens becomes control tokens, as in TRL. Messages are
+rendered in first prompts as in later turns, so that text of a message never becomes a control token. The ids go into
+requests to an engine. An engine's answer is never tokenized again.
+
+A template writes control tokens as text (`<|im_end|>`), and the tokenizer turns this text into ids. Text of a user or a
+tool that looks the same would become the same ids. Therefore such text is *guarded* before it is rendered: a guard
+character is inserted after its first character, and the tokenizer finds no control token there. The added tokens that it
+does find split the text into stretches. A stretch with a guard is encoded again, without the guard, by the same tokenizer
+without its added tokens. All other stretches keep the ids that the tokenizer gives the whole text. Therefore messages
+without such text get exactly the template's own ids.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
-from lockstep.tokens.conversation.template import Message, Template
-from lockstep.tokens.picture_ids import pictures_in
+from lockstep.tokens.arrays import Ids, whole_numbers
+from lockstep.tokens.picture_ids import PICTURE, HasPictureIds, pictures_in, with_picture_ids
 
-__all__ = ["Message", "is_conversational", "render_prompt", "template_of", "with_joined_text"]
+Message = dict[str, Any]
+# The content of a message: text, or a list of parts.
+Content = str | list[dict[str, Any]]
+# The guard is a lone surrogate, which text cannot contain. Tokenizers cannot read it. They get `_GUARD_AS_READ` instead, a
+# character that no text uses.
+_GUARD, _GUARD_AS_READ = "\udfff", "\ufdd0"
+# Words and white space are ordinary text, even if a tokenizer has a token of its own for them.
+_ORDINARY_TEXT = re.compile(r"\w+|\s+")
+# A word that shows whether a template renders the content of a message.
+_TEST_WORD = "quokka"
+# Roles whose text may contain control tokens for thinking and tool calls.
+_TRUSTED = ("assistant", "system", "developer")
+_LOOKS_LIKE_CONTROL = re.compile(r"<[|｜]\S*[|｜]>|</?(?:think|tool)\w*>|\[/?[A-Z_]+\]")
 
 
 def is_conversational(prompt: str | list[Message]) -> bool:
@@ -116,3 +140,208 @@ def render_prompt(
     if not ids:
         raise InputError(f"a prompt has no tokens: {prompt!r:.200}")
     return tuple(ids)
+
+
+class Template:
+    """The chat template of a tokenizer, with the template's arguments of a run.
+
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        end_ids: ids that end a turn.
+        kwargs: further arguments of the template (`chat_template_kwargs`).
+        tools: the tools as the template takes them (functions or JSON schemas).
+        placeholder: the id of the template's text for a picture; None: no message shows pictures.
+
+    Attributes:
+        control: the text of each control token, by id. Control tokens are the tokenizer's special tokens, the end tokens, and other
+            added tokens that the template's source contains or that look like `<|name|>`, `<think>`, `<tool_call>` or `[NAME]`.
+            Tokens for words and white space are no control tokens.
+        control_pattern: finds text that looks like a control token.
+
+    Raises:
+        InputError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Iterable[int],
+        kwargs: dict[str, Any] | None = None,
+        tools: Sequence[dict[str, Any] | Callable[..., Any]] | None = None,
+        placeholder: int | None = None,
+    ) -> None:
+        if tokenizer.chat_template is None:
+            raise InputError("the tokenizer has no chat template: conversations cannot be extended")
+        self.tokenizer = tokenizer
+        self._tools = list(tools) if tools else None
+        self._kwargs = dict(kwargs or {})
+        self._placeholder = placeholder
+        source = tokenizer.get_chat_template(None, self._tools)
+        added, ends = tokenizer.added_tokens_decoder, set(end_ids)
+        self.control: dict[int, str] = {
+            i: t.content
+            for i, t in added.items()
+            if not _ORDINARY_TEXT.fullmatch(t.content)
+            and (t.special or i in ends or t.content in source or _LOOKS_LIKE_CONTROL.fullmatch(t.content))
+        }
+        self.control_ids = np.array(sorted(self.control), np.int64)
+        self._added_ids = np.array(sorted(added), np.int64)
+        special = {i for i, t in added.items() if t.special} | ends
+        self.control_pattern = _pattern_of(self.control.values())
+        # In trusted roles only special tokens are guarded. A template finds thinking in the text of the assistant's content, and a
+        # system message may use `<think>` or `<tool_call>` as control tokens.
+        self._special_pattern = _pattern_of(text for i, text in self.control.items() if i in special)
+        # Templates of some models with pictures accept only lists of parts. They render nothing of a content that is text.
+        self._takes_parts = False
+        self._takes_parts = not self._shows_text() and self._shows_text(in_parts=True)
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation, up to the opening of the next assistant turn, with guards.
+
+        If the last message is the assistant's, the text ends inside this message instead, so that the model continues it.
+
+        Raises:
+            InputError: the template refuses these messages.
+        """
+        continues = bool(messages) and messages[-1]["role"] == "assistant"
+        return self._rendered(messages, add_generation_prompt=not continues, continue_final_message=continues)
+
+    def finished(self, messages: Sequence[Message]) -> str:
+        """The text of a conversation that ends with its last message, with guards.
+
+        Raises:
+            InputError: the template refuses these messages.
+        """
+        return self._rendered(messages, add_generation_prompt=False)
+
+    def ids(self, text: str, pictures: Sequence[HasPictureIds] = ()) -> Ids:
+        """Ids of rendered text. Guarded text gives no control token, and each picture gives its own ids.
+
+        Args:
+            pictures: the pictures that the text shows, in order.
+
+        Raises:
+            InputError: the tokenizer cannot encode guarded text as text, or the number of placeholders is not that of the pictures.
+        """
+        if _GUARD in text:
+            ids = whole_numbers(self._unguarded(text))
+        else:
+            ids = whole_numbers(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if self._placeholder is not None:
+            return with_picture_ids(ids, self._placeholder, pictures)
+        if pictures:
+            raise InputError("a message has a picture, but this run has no pictures in messages")
+        return ids
+
+    def _shows_text(self, *, in_parts: bool = False) -> bool:
+        content: Any = [{"type": "text", "text": _TEST_WORD}] if in_parts else _TEST_WORD
+        try:
+            return _TEST_WORD in self._rendered([{"role": "user", "content": content}], add_generation_prompt=True)
+        except InputError:
+            return False
+
+    def _rendered(self, messages: Sequence[Message], **how: bool) -> str:
+        guarded = [self._guarded_message(message) for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(guarded, tools=self._tools, tokenize=False, **how, **self._kwargs)
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            # Templates call Python methods on the messages. Which of these errors they raise depends on the template.
+            raise InputError(f"the chat template refuses these messages: {error}") from error
+        return str(text)
+
+    def is_guarded(self, messages: Sequence[Message]) -> bool:
+        """Whether a message contains text that looks like a control token and must stay text."""
+        return any(_GUARD in text for message in messages for text in _texts(self._guarded_message(message)))
+
+    def _guarded_message(self, message: Message) -> Message:
+        trusted = message["role"] in _TRUSTED
+        if self._takes_parts and isinstance(message.get("content"), str):
+            message = {**message, "content": [{"type": "text", "text": message["content"]}]}
+        return {
+            key: value
+            if key in ("role", "type")
+            else _guard_texts(value, self._special_pattern if trusted and key != "tool_calls" else self.control_pattern)
+            for key, value in message.items()
+        }
+
+    def _unguarded(self, text: str) -> list[int]:
+        if not self.tokenizer.is_fast:
+            raise InputError(
+                "a message contains the text of a control token, and this tokenizer has no fast version that could encode it as "
+                "text: remove it from the message, or load a fast tokenizer"
+            )
+        encoded = self.tokenizer(
+            text.replace(_GUARD, _GUARD_AS_READ), add_special_tokens=False, return_offsets_mapping=True
+        )
+        ids, spans = encoded["input_ids"], encoded["offset_mapping"]
+        found: list[int] = []
+        first = start = 0  # the stretch since the last added token: its first id, and its first character
+        for position in [*np.flatnonzero(np.isin(ids, self._added_ids)).tolist(), len(ids)]:
+            end = spans[position][0] if position < len(ids) else len(text)
+            stretch = text[start:end]
+            found += self._ids_as_text(stretch, ids[first:position]) if _GUARD in stretch else ids[first:position]
+            if position < len(ids):
+                found.append(ids[position])
+                first, start = position + 1, spans[position][1]
+        return found
+
+    def _ids_as_text(self, stretch: str, guarded_ids: list[int]) -> list[int]:
+        """Ids of a stretch without its guards. `guarded_ids` are the ids that the stretch with its guards has in the whole text."""
+        bare, text = self._without_added_tokens(), stretch.replace(_GUARD, "")
+        ids: list[int] = bare.encode(text, add_special_tokens=False).ids
+        same = bare.encode(stretch.replace(_GUARD, _GUARD_AS_READ), add_special_tokens=False).ids == guarded_ids
+        if not same or np.isin(ids, self.control_ids).any() or self.tokenizer.decode(ids) != text:
+            raise InputError(
+                f"a message contains the text of a control token ({text!r:.80}), and this tokenizer cannot encode it as text: "
+                "remove it from the message"
+            )
+        return ids
+
+    def _without_added_tokens(self) -> Tokenizer:
+        """The tokenizer without its added tokens. It shares the vocabulary."""
+        whole = self.tokenizer.backend_tokenizer
+        bare = Tokenizer(whole.model)
+        if whole.normalizer is not None:
+            bare.normalizer = whole.normalizer
+        if whole.pre_tokenizer is not None:
+            bare.pre_tokenizer = whole.pre_tokenizer
+        return bare
+
+
+def shared_start(one: str, other: str) -> int:
+    """How many characters two texts share at their start."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low
+
+
+def _pattern_of(texts: Iterable[str]) -> re.Pattern[str]:
+    # The longest text is first, because the tokenizer prefers it too. Without any text the pattern matches nothing.
+    return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True)) or r"(?!)")
+
+
+def _guard_texts(value: Any, pattern: re.Pattern[str]) -> Any:
+    """A value in which every text is guarded. Lone surrogates become U+FFFD, because tokenizers cannot read them."""
+    if isinstance(value, str):
+        clean = value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return pattern.sub(lambda found: found[0][0] + _GUARD + found[0][1:], clean)
+    if isinstance(value, dict):
+        return {_guard_texts(k, pattern): _guard_texts(v, pattern) for k, v in value.items() if k != PICTURE}
+    if isinstance(value, list | tuple):
+        return [_guard_texts(v, pattern) for v in value]
+    return value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text within a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from (text for pair in value.items() for part in pair for text in _texts(part))
+    elif isinstance(value, list):
+        yield from (text for part in value for text in _texts(part))
+
+
+__all__ = ["Message", "is_conversational", "render_prompt", "template_of", "with_joined_text"]

@@ -14,6 +14,7 @@ from lockstep.training.step.score_all import score_all
 from lockstep.verify.rows import Row
 from lockstep.verify.stage import Stage
 from lockstep.watch.draws import FALSE_ALARM, DrawEvidence
+from lockstep.watch.turns import Record
 
 # Tokens of `lockstep verify`: enough for coarse faults. Tokens of the self-test: enough for a temperature of 1.05, even if the
 # model prefers few tokens.
@@ -42,6 +43,7 @@ def _row(stage: Stage, most: int) -> Row:
             stage.engine,
             stage.tokenizer,
             sampling,
+            Record,
             num_generations=_SAMPLES,
             run_seed=turn,
             version=stage.version,

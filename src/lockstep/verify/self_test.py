@@ -183,7 +183,7 @@ def run_in_runs(
     for rate in RATES:
         progress(f"{way.name}: nothing injected, at a learning rate of {rate:g}")
         with open_with({**way.changes, "learning_rate": rate}) as stage:
-            control = _verdict(stage, _CONTROL, partial(_in_a_run, way), way.name)
+            control = verdict_of(stage, _CONTROL, partial(_in_a_run, way), way.name)
             if not (control.caught_by or control.error):
                 times = control.moved / stage.trainer.proofs.limit.mean
                 if times < _VISIBLE and rate < RATES[-1]:
@@ -253,10 +253,10 @@ def _each_fault(
 ) -> Iterator[Verdict]:
     for fault in faults:
         progress(f"{way}: {fault.id} {fault.what}" if way else f"{fault.id} {fault.what}")
-        yield _verdict(stage, fault, attempt, way)
+        yield verdict_of(stage, fault, attempt, way)
 
 
-def _verdict(stage: Stage, fault: Fault, attempt: _Attempt, way: str = "") -> Verdict:
+def verdict_of(stage: Stage, fault: Fault, attempt: _Attempt, way: str = "") -> Verdict:
     """The verdict on one fault. Whatever is raised becomes a part of it. The stage's weights are restored."""
     verdict, injection = replace(_verdict_on(fault), way=way), _Injection(stage, fault)
     with _caught() as errors:

@@ -44,6 +44,7 @@ from lockstep.watch.inputs import data_digest
 from lockstep.watch.modules import ProbeRecord
 from lockstep.watch.rescoring import completion_logps
 from lockstep.watch.tolerances import tolerance
+from lockstep.watch.turns import Record
 
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)
 _QUESTIONS = (
@@ -190,6 +191,7 @@ class Stage:
             self.engine,
             self.tokenizer,
             sampling,
+            Record,
             num_generations=samples,
             run_seed=self.config.seed,
             version=self.version,

@@ -36,6 +36,9 @@ class AccumulationProof:
         step: number of steps before this one.
         always: names of tensors that are not left to the draw.
 
+    Attributes:
+        names: names of the tensors whose gradients are compared at this step.
+
     Raises:
         ProofError: a gradient of an earlier step is left.
     """
@@ -61,10 +64,10 @@ class AccumulationProof:
         size = max(_HOOKED, -(-len(names) // _WITHIN))
         order = np.random.default_rng((seed, 2)).permutation(len(names))
         chosen = [names[i] for i in np.roll(order, -step * size)[:size].tolist()]
-        self._names = [name for name in names if name in {*chosen, *always}]
-        self._parameters = [trained[name] for name in self._names]
+        self.names = [name for name in names if name in {*chosen, *always}]
+        self._parameters = [trained[name] for name in self.names]
         self._drawn = Drawn.of(self._parameters, (seed, step, 2))
-        self._added: list[list[torch.Tensor]] = [[] for _ in self._names]
+        self._added: list[list[torch.Tensor]] = [[] for _ in self.names]
         self._hooked = [gathered(p) for p in self._parameters]
         self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._hooked)]
 
@@ -117,11 +120,11 @@ class AccumulationProof:
         if not bool(wrong.any()):
             return
         worst = int(torch.where(wrong, (found - sums).abs().nan_to_num(torch.inf), -1.0).argmax())
-        names = sorted({self._names[i] for i in self._drawn.owners[wrong].tolist()})
+        names = sorted({self.names[i] for i in self._drawn.owners[wrong].tolist()})
         raise ProofError(
             "accumulation",
-            f"the gradient of {self._names[int(self._drawn.owners[worst])]} is {float(found[worst]):.6g} where the backward passes "
-            f"of the step have added {float(sums[worst]):.6g} ({len(names)} of {len(self._names)} compared tensors differ)",
+            f"the gradient of {self.names[int(self._drawn.owners[worst])]} is {float(found[worst]):.6g} where the backward passes "
+            f"of the step have added {float(sums[worst]):.6g} ({len(names)} of {len(self.names)} compared tensors differ)",
             "gradients were cleared or scaled between two micro-batches, or were not summed over all ranks",
             "let nothing change .grad between the first backward of a step and its optimizer step",
         )

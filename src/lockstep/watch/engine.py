@@ -5,7 +5,8 @@
 | start, before anything is sampled (an evaluation too) | one push with a probe of every module, and the canary |
 | every push | those of `watch/push.py` |
 | every answer | `settings`, `limits`, `ends` |
-| every generation | `samples`, `limits`, `interruption` |
+| every rollout | `turns` |
+| every generation | `placeholder`, `samples`, `limits`, `interruption` |
 | every generation, with `max_staleness` | `staleness`; drawn tokens are asked again, and compared ahead (`watch/ahead.py`) |
 | every optimizer step, before the optimizer; every evaluation | `gap`, `draws`, `kept_ids` (the mean) |
 
@@ -47,6 +48,7 @@ from lockstep.watch.gap_explained import ExplainedGap
 from lockstep.watch.kept_sets import KeptSetStats
 from lockstep.watch.modules import ModuleProbe
 from lockstep.watch.optimizer_settings import Change
+from lockstep.watch.placeholders import check_placeholders
 from lockstep.watch.push import ProvenPusher, PushWatch
 from lockstep.watch.quantised_gap import QuantisationError
 from lockstep.watch.receipt import RECEIPT, Receipt
@@ -378,9 +380,10 @@ class Proofs:
         """Check the samples of a whole generation.
 
         Raises:
-            ProofError: completions of one group are copies of each other.
+            ProofError: completions of one group are copies of each other, or a placeholder of a picture was sampled.
         """
         with self._clock.phase("verify"):
+            check_placeholders(branches_of(groups), self._settings.banned)
             check_samples([[r.branches for r in group.rollouts] for group in groups])
 
     def token_gaps(self, completion: Completion) -> list[float]:

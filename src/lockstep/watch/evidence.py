@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.algorithms.tally import Tally
 from lockstep.tokens.arrays import cut
 from lockstep.training.batch.pack import Pack
 from lockstep.training.batch.sequence import TrainingSequence, column, flat
 from lockstep.training.events import Evidence
 from lockstep.training.forward.scoring import TokenScores
+from lockstep.training.methods.objective import Tally
 from lockstep.training.step.update import Policy
 from lockstep.training.step.update_sums import as_float64
 from lockstep.watch.bets import TokenDraws

@@ -5,7 +5,7 @@
 | `pushing` | `ranks`, `shards`, `live`, `reference` (frozen weights); before the first push all of the engine (`watch/engine.py`) |
 | `scored` | `rewards` |
 | `taken` | `rows`, `scores` |
-| `referenced` | `reference` (its log-probs) |
+| `referenced` | `reference` (its log-probs), `reference_outputs` |
 | `prepared` | `learned` (texts and rows); `gap` and `draws`, if a pass before the first step has scored the tokens |
 | `beginning` | `hooks`, `model_gradient` (a drawn sum), `accumulation` (no gradient is left), `update` (nothing was frozen) |
 | `part`, `forward`, `aside` | `learned`, `advantages` |
@@ -58,6 +58,7 @@ from lockstep.watch.loss_gradient import LossGradient
 from lockstep.watch.model_gradient import Checked, ModelGradient
 from lockstep.watch.ranks import check_same_weights, check_shards
 from lockstep.watch.reference import FrozenWeights, check_drawn_scores
+from lockstep.watch.reference_outputs import ReferenceOutputs
 from lockstep.watch.rewards import AskedAgain, check_evaluated, check_rows
 from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.settings import SettingsProof
@@ -80,6 +81,7 @@ class RunWatch:
     Attributes:
         update: the proof of the optimizer steps; None while there is no optimizer.
         frozen: the proof that the reference stays as it is; None while nothing is frozen.
+        reference_outputs: the proof that the reference goes on to compute what it computed at first.
         model_gradient: the proof of the model's own backward.
         hooks: the proof that no hook and no other function appears in the model's forward and backward.
         asked_again: the proof of scores, which asks reward functions again.
@@ -105,6 +107,7 @@ class RunWatch:
         self._settings = settings
         self.update: UpdateProof | None = None
         self.frozen: FrozenWeights | None = None
+        self.reference_outputs = ReferenceOutputs()
         self.hooks = HeldHooks(lambda: standing(trained(), policy().backward))
         self.model_gradient = ModelGradient(trained, self._config, ranks.rank, entropies=objective.entropy_gradient)
         self.asked_again = AskedAgain(
@@ -177,6 +180,7 @@ class RunWatch:
         own, seed = share_of(sequences, self._ranks), (self._config.seed, version)
         precision = self._config.precision
         self._ranks.share("reference scores", lambda: check_drawn_scores(scorer, scores, own, groups, precision, seed))
+        self._ranks.share("reference outputs", lambda: self.reference_outputs.check(scorer, self.frozen, precision))
 
     def prepared(self, generation: Generation, scored: AllScores | None, sequences: Sequence[TrainingSequence]) -> None:
         config = self._config

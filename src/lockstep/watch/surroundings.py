@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -37,13 +38,23 @@ def surroundings(*, use_cpu: bool = False) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """The versions of Python, of Lockstep and of the packages that compute."""
     found = {"python": platform.python_version()}
-    # A source tree that is not installed has no metadata.
     for name in ("lockstep-rl", *_PACKAGES):
-        try:
-            found[name.removesuffix("-rl")] = version(name)
-        except PackageNotFoundError:
-            continue
+        if (installed := installed_version(name)) is not None:
+            found[name.removesuffix("-rl")] = installed
     return found
+
+
+@cache
+def installed_version(name: str) -> str | None:
+    """The version of a package; None without its metadata, as in a source tree that is not installed.
+
+    A process reads each version once: a package that is installed later is not the one that this process computes with, and to
+    read all of them takes longer than a step of a small model.
+    """
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def device(*, use_cpu: bool = False) -> str:

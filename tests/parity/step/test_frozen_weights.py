@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
 from lockstep.models.policy import load_policy
-from lockstep.training.step.generation import Preparation
+from lockstep.training.step import generation
 from lockstep.training.step.score_all import AllScores
 
 KL = {**GROUPS, "beta": 0.1, "max_steps": 3}
@@ -91,7 +91,9 @@ def test_an_adapter_that_is_merged_into_its_base_stops_the_run(make: Make) -> No
 
 def test_a_reference_that_is_the_policy_itself_is_refused(make: Make, untied_dir: str) -> None:
     run = make()
-    run.reference._own = run.model
+    for path, module in run.model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(run.reference.own.get_submodule(path), name, parameter)
     with pytest.raises(ProofError, match="are the trained tensors themselves"):
         run.train()
     # A reference with the same values in memory of its own is the usual case.
@@ -117,14 +119,14 @@ def scaled(scores: AllScores) -> AllScores:
 @pytest.mark.parametrize("change", [rolled, scaled])
 @pytest.mark.parametrize("case", ["GRPO", "GRPO, adapter", "GRPO, top-k", "PPO"])
 def test_log_probs_of_other_tokens_or_another_size_are_refused(make: Make, case: str, change: Any) -> None:
-    honest = Preparation._score
+    honest = generation.score_all
 
-    def otherwise(self: Any, *given: Any, measure: bool) -> AllScores:
-        found = honest(self, *given, measure=measure)
+    def otherwise(*given: Any, measure: bool) -> AllScores:
+        found = honest(*given, measure=measure)
         return found if measure else change(found)
 
     with (
-        patch.object(Preparation, "_score", otherwise),
+        patch.object(generation, "score_all", otherwise),
         pytest.raises(ProofError, match="differ from a plain forward of the reference"),
     ):
         make(case).train()

@@ -155,15 +155,14 @@ def test_log_probs_of_the_own_forward_are_the_old_ones_where_the_policy_has_not_
 
 def test_a_micro_batch_learns_from_its_own_completions_once() -> None:
     made = groups()
-    proof, sequences = proof_of(made, size=6), scored(made)
-    names = [s.name for s in sequences]
-    parts = [[n for n in names if n in own] for own in proof._parts]
+    proof, rollouts = proof_of(made, size=6), [r for group in made for r in group.rollouts]
+    parts = [[name for r in own if r.seal for name in r.seal.tokens] for own in (rollouts[:6], rollouts[6:])]
     assert [len(part) for part in parts] == [7, 8]
     for wrong in (parts[1], parts[0][:-1], [*parts[0][:-1], parts[0][0]], [*parts[0], parts[1][0]]):
         with pytest.raises(ProofError, match="micro-batch 0 learns from"):
             proof.check_part(0, wrong)
     proof.check_part(0, parts[0][::-1])
-    stranger = replace(sequences[0], name="p9#0")
+    stranger = replace(scored(made)[0], name="p9#0")
     with pytest.raises(ProofError, match="p9#0 enters the loss and was not sampled"):
         check_aside(proof, [stranger])
 

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.algorithms.tally import Tally
 from lockstep.errors import ProofError
 from lockstep.training.batch.pack import pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.methods.objective import TokenBatch
+from lockstep.training.methods.objective import Tally, TokenBatch
 from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
 from lockstep.watch.loss_gradient import LossGradient, Tokens, by_logps, check
 

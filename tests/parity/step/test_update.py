@@ -142,7 +142,7 @@ def test_a_tensor_that_is_in_no_group_of_the_optimizer_is_named(
 def test_a_critic_whose_gradients_stay_is_named(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
     run = methods.make("PPO", untied_dir, tmp_path, hf_engine, methods.ALONE)
     with (
-        patch.object(run, "_forget_gradients", lambda: None),
+        patch.object(run.critic, "zero_grad", lambda: None),
         pytest.raises(ProofError, match=r"before the first backward of the step, value_head\.\w+ holds a gradient"),
     ):
         run.train()
@@ -227,7 +227,7 @@ def test_the_gradient_of_every_tensor_is_compared_within_ten_steps() -> None:
     seen: set[str] = set()
     for step in range(5, 15):
         proof = AccumulationProof(named, seed=3, step=step)
-        seen |= set(proof._names)
+        seen |= set(proof.names)
         proof.end()
     assert seen == set(named)
 

@@ -13,7 +13,7 @@ import torch
 # Measured with `make train` on two cores of an AMD EPYC with AVX-512 BF16 (README.md): seconds up to the first step, per evaluated
 # problem, and per step; and the GFLOP/s of `product_rate` there, in bf16 on both cores.
 _START, _PROBLEM, _STEP = 40.0, 0.09, 2.2
-_RATE = 300.0
+MEASURED_RATE = 300.0
 # Share of the seconds that shrinks with faster matrix products. From the same run on two AVX2 cores.
 _IN_PRODUCTS = 0.6
 # The shape of the product: tokens of a pack, and the model's widths.
@@ -39,7 +39,7 @@ def estimated_seconds(steps: int, problems: int, rate: float) -> float:
     Args:
         rate: the result of `product_rate`.
     """
-    slower = 1 - _IN_PRODUCTS + _IN_PRODUCTS * _RATE / rate
+    slower = 1 - _IN_PRODUCTS + _IN_PRODUCTS * MEASURED_RATE / rate
     return (_START + 2 * problems * _PROBLEM + steps * _STEP) * slower
 
 

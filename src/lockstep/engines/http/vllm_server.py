@@ -135,7 +135,7 @@ class VLLMServer:
         self, requests: Sequence[GenerationRequest], on_answer: OnAnswer | None = None
     ) -> dict[RequestKey, Completion]:
         """Answer every request. If weights are pushed meanwhile, the tokens of one completion may have several versions."""
-        settings = self._settings
+        settings = self.settings()
         check_requests(requests, self._version, settings.max_model_len, settings.vocab_size, settings.request_limits)
         return answer_all(self.serve, requests, on_answer)
 

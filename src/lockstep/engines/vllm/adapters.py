@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.contract.adapters import AdapterLimits
-from lockstep.contract.protocol import RequestKey
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.adapters.transfer import one_acknowledgement
 from lockstep.engines.http.requests.messages import agreed_answers
-from lockstep.errors import InputError, ProofError
+from lockstep.errors import InputError
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -138,24 +137,6 @@ class AdaptersInProcess:
         assert self.name is not None
         answers = self._call(probe_adapter, self.name, tuple(layers), seed)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
-
-    def check_used(self, key: RequestKey, used: Any) -> None:
-        """Check that vLLM answered a request with the adapter of the current weights.
-
-        Args:
-            used: the `LoRARequest` that vLLM's answer carries; None: vLLM used no adapter.
-
-        Raises:
-            ProofError: vLLM used another adapter, or none.
-        """
-        found = None if used is None else used.lora_name
-        if found != self.name:
-            raise ProofError(
-                "version",
-                f"request {key} was answered with the adapter {found!r}; the current weights are in the adapter {self.name!r}",
-                "the request lost its adapter on the way to vLLM, or got the adapter of another push",
-                "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
-            )
 
 
 def _prepare(worker: Any) -> None:

@@ -239,8 +239,8 @@ class VLLMInProcess:
                 for output in outputs:
                     assert self._version is not None
                     request = held.pop(output.request_id)
-                    self.adapters.check_used(request.key, output.lora_request)
-                    answer = completion(request.key, output, filtered=request.sampling.is_filtered)
+                    filtered, adapter = request.sampling.is_filtered, self.adapters.name
+                    answer = completion(request.key, output, filtered=filtered, adapter=adapter)
                     if request.pictures is not None:
                         # vLLM does not report its pictures. The parity gap proves which pictures it has used.
                         answer = replace(answer, pictures=request.pictures)

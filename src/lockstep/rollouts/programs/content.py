@@ -17,7 +17,7 @@ from lockstep.errors import InputError
 from lockstep.images.data_urls import to_data_url
 from lockstep.images.pictures import Picture
 from lockstep.threads import is_coroutine_function
-from lockstep.tokens.conversation import template
+from lockstep.tokens import chat as template
 from lockstep.tokens.picture_ids import picture_part
 
 

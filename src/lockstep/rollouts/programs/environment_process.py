@@ -58,9 +58,15 @@ class ProcessEnvironment:
             raise LockstepError(found["error"])
         return found["result"]
 
-    def _end(self) -> None:
-        """Kill the process and everything that it started."""
-        _kill(self._process)
+
+def process_of(environment: ProcessEnvironment) -> subprocess.Popen[str]:
+    """The process of an environment. This is no method, because the model may call every public method of an environment."""
+    return environment._process
+
+
+def end_process(environment: ProcessEnvironment) -> None:
+    """Kill the process of an environment and everything that it started."""
+    _kill(environment._process)
 
 
 def in_process(

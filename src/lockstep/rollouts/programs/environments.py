@@ -24,7 +24,7 @@ from typing import Any
 from lockstep.errors import InputError, LockstepError
 from lockstep.rollouts.call_fits import not_callable_by_name
 from lockstep.rollouts.programs.content import Content, content_of_blocks, giving, printable
-from lockstep.rollouts.programs.environment_process import EnvironmentDied, ProcessEnvironment
+from lockstep.rollouts.programs.environment_process import EnvironmentDied, ProcessEnvironment, end_process
 from lockstep.rollouts.programs.tools import Schema, ToolCalls, ToolResult, tool_of
 from lockstep.rollouts.programs.workers import Here, Raised, TookTooLong, Worker
 
@@ -144,7 +144,7 @@ class Environment:
     def end(self) -> None:
         """End its thread and its process, if it has them for itself."""
         if isinstance(self.instance, ProcessEnvironment):
-            self.instance._end()
+            end_process(self.instance)
         if self._place is not self._calls.home:
             self._place.end()
 

@@ -34,8 +34,8 @@ from lockstep.rollouts.group import Rollout
 from lockstep.rollouts.programs.content import Content
 from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
 from lockstep.rollouts.programs.tools import Tool, ToolCalls, ToolResult, failed_call
+from lockstep.tokens import chat as template
 from lockstep.tokens.arrays import Ids, joined
-from lockstep.tokens.conversation import template
 from lockstep.tokens.conversation.extension import Branch, Extension, Message, ParsedTurn
 from lockstep.tokens.picture_ids import pictures_in
 

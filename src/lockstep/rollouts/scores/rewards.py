@@ -1,9 +1,10 @@
-"""Calls reward functions with TRL's convention, and makes one reward per rollout from their results.
+"""Makes reward functions of `reward_funcs`, calls them with TRL's convention, and makes one reward per rollout from their results.
 
-A reward function takes `prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and the
-dataset's other columns, all by keyword. It returns one number per completion, or None for "no score". It may be a coroutine
-function, or an object whose `__call__` is one. With environments it also gets `environments`, the object of each rollout.
-The reward of an environment itself (`get_reward`) is one more score. A rollout that failed has no score.
+Functions stay as they are; names and models become reward models, which are called alike. A reward function takes
+`prompts`, `completions`, `completion_ids`, `trainer_state`, `log_metric`, `log_extra` and the dataset's other columns,
+all by keyword. It returns one number per completion, or None for "no score". It may be a coroutine function, or an
+object whose `__call__` is one. With environments it also gets `environments`, the object of each rollout. The reward of
+an environment itself (`get_reward`) is one more score. A rollout that failed has no score.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.images.reading import with_opened_images
+from lockstep.models.resolve import resolve_model
+from lockstep.models.reward_model import RewardModel, load_reward_model
 from lockstep.report.waits import waiting
 from lockstep.rollouts.call_fits import not_callable_by_name
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
@@ -31,12 +37,16 @@ from lockstep.threads import (
     unwrapped,
     uses_signal,
 )
+from lockstep.tokens.tokenizer import load_tokenizer
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 Scores = list[float | None]
 EnvironmentOf = Callable[[Rollout], Any]
+Given: TypeAlias = str | PreTrainedModel | RewardFunction
+ProcessingClasses: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
 
-
+# The first words are TRL's (CONTRIBUTING.md).
+_NO_SOURCE = "No reward source provided: give reward_funcs, or environments with a method get_reward"
 # Standard deviations are computed in float32, whose squares of larger scores are infinite.
 _LARGEST = 1e15
 
@@ -98,6 +108,46 @@ class RewardScorer:
         return weigh_scores(groups, self.weights)
 
 
+def entries_of(given: Any) -> list[Any]:
+    """The `reward_funcs` of a trainer, one or several, as a list."""
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def reward_scorer(
+    given: Given | list[Given] | None,
+    processing_classes: ProcessingClasses,
+    *,
+    weights: Sequence[float] | None,
+    timeout: float,
+    chat_template_kwargs: dict[str, Any] | None,
+    device: torch.device | str | None,
+    own: Sequence[str] = (),
+    environment_of: EnvironmentOf | None = None,
+) -> RewardScorer:
+    """The scorer of a trainer's `reward_funcs`.
+
+    Args:
+        weights: one weight per function; None for 1 each.
+        timeout: seconds that coroutine functions may take together.
+        own, environment_of: as in `RewardScorer`. If environments give rewards, there may be no function.
+
+    Raises:
+        InputError: no function is given, the number of weights is wrong, or as in `reward_functions`.
+    """
+    entries = [] if own and given is None else entries_of(given)
+    if (not entries and not own) or None in entries:
+        raise InputError(_NO_SOURCE)
+    weighted = [1.0] * len(entries) if weights is None else list(weights)
+    # Before a reward model is loaded.
+    check_weights(weighted, len(entries))
+    functions = (
+        reward_functions(entries, processing_classes, chat_template_kwargs=chat_template_kwargs, device=device)
+        if entries
+        else []
+    )
+    return RewardScorer(functions, [*weighted, *(1.0 for _ in own)], timeout, own, environment_of)
+
+
 def check_weights(weights: Sequence[float], functions: int) -> None:
     """Check that there is one weight per reward function.
 
@@ -108,6 +158,81 @@ def check_weights(weights: Sequence[float], functions: int) -> None:
         raise InputError(
             f"reward_weights has {len(weights)} entries for {functions} reward functions; the numbers must match"
         )
+
+
+def reward_functions(
+    given: Given | Sequence[Given],
+    processing_classes: ProcessingClasses = None,
+    *,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    device: torch.device | str | None = None,
+) -> list[RewardFunction]:
+    """Reward functions from a mixed list, in its order.
+
+    Args:
+        given: one or several of: a function; a loaded sequence classifier with one output; a directory or hub id of one.
+        processing_classes: tokenizers of the reward models: one per entry of `given` (None for functions, and for a model's own
+            tokenizer), or a single one if `given` is one entry.
+        chat_template_kwargs: arguments for the chat templates of reward models.
+        device: device for models that are loaded here. A model that is given loaded stays on its device.
+
+    Raises:
+        InputError: there is no entry, an entry is none of these, a model is not a reward model or has no tokenizer, or the
+            number of tokenizers differs from the number of entries.
+    """
+    entries = entries_of(given)
+    if not entries:
+        raise InputError("no reward function given")
+    tokenizers: list[Any] = [None] * len(entries)
+    if processing_classes is not None:
+        tokenizers = list(processing_classes) if isinstance(processing_classes, list | tuple) else [processing_classes]
+    if len(tokenizers) != len(entries):
+        raise InputError(
+            f"reward_processing_classes has {len(tokenizers)} entries for {len(entries)} reward functions; the numbers must match: "
+            "give one per entry, None for functions"
+        )
+    _check_kinds(entries)
+    return [
+        _reward_model(entry, tokenizer, chat_template_kwargs, device)
+        if isinstance(entry, str | PreTrainedModel)
+        else entry
+        for entry, tokenizer in zip(entries, tokenizers, strict=True)
+    ]
+
+
+def _check_kinds(entries: list[Any]) -> None:
+    """Check all entries before any model is loaded."""
+    for entry in entries:
+        module = isinstance(entry, torch.nn.Module) and not isinstance(entry, PreTrainedModel)
+        if module or not (isinstance(entry, str | PreTrainedModel) or callable(entry)):
+            raise InputError(
+                f"reward function {entry!r:.80} ({type(entry).__name__}) is neither a function nor a reward model (a transformers "
+                "sequence classifier, its directory or its hub id)"
+            )
+
+
+def _reward_model(
+    entry: str | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    chat_template_kwargs: dict[str, Any] | None,
+    device: torch.device | str | None,
+) -> RewardModel:
+    if isinstance(entry, str):
+        path = resolve_model(entry)
+        # The tokenizer first, because a missing tokenizer is found quickly.
+        tokenizer = tokenizer if tokenizer is not None else load_tokenizer(path)
+        model = load_reward_model(path)
+        return RewardModel(
+            model.to(device) if device is not None else model, tokenizer, chat_template_kwargs=chat_template_kwargs
+        )
+    if tokenizer is None:
+        name = entry.config._name_or_path
+        if not name:
+            raise InputError(
+                "a reward model that was not loaded from anywhere needs its tokenizer in reward_processing_classes"
+            )
+        tokenizer = load_tokenizer(name)
+    return RewardModel(entry, tokenizer, chat_template_kwargs=chat_template_kwargs)
 
 
 def call_functions(

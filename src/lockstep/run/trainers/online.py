@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from lockstep.contract.protocol import Engine
 from lockstep.definitions.optimizer import optimizer_fields
-from lockstep.definitions.settings import user_settings
+from lockstep.definitions.settings import UserSettings, user_settings
 from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
@@ -32,11 +32,10 @@ from lockstep.private_caches import use_private_caches
 from lockstep.report.alarms import Alarms
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.environments import Factory
 from lockstep.rollouts.programs.rollout_func import Bounds
-from lockstep.rollouts.scores.reward_functions import Given, ProcessingClasses, entries_of, reward_scorer
-from lockstep.rollouts.scores.rewards import Scorer
+from lockstep.rollouts.scores.rewards import Given, ProcessingClasses, Scorer, entries_of, reward_scorer
 from lockstep.run.engine import check_engine_arguments, refuse_before_loading
 from lockstep.run.files.changes import Changes
 from lockstep.run.files.completion_log import show_generation
@@ -109,8 +108,8 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
     Args:
         model: name, directory or hub id (see `lockstep.models.resolve`), or a loaded causal language model whose
             `config.name_or_path` the engine can load too.
-        reward_funcs: one reward function or several, with TRL's convention (see `lockstep.rollouts.scores.rewards`). A reward
-            model, or its directory or hub id, may stand in place of a function (see `lockstep.rollouts.scores.reward_functions`).
+        reward_funcs: one reward function or several, with TRL's convention. A reward model, or its directory or hub id, may stand
+            in place of a function (see `lockstep.rollouts.scores.rewards`).
         args: the configuration; default: the method's configuration with its defaults.
         train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards. Of a
             `datasets.IterableDataset` the rows that `max_steps` need are read at once, and used in their order.
@@ -180,43 +179,17 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         check_reference(model, ref_model, args, peft_config)
         check_adapter(peft_config)
         check_installed([args.report_to] if isinstance(args.report_to, str) else args.report_to or ())
-        self.ranks = Ranks(_LONGEST_CALL * args.generation_timeout * (args.generations_ahead + 1))
-        self.alarms = Alarms(owner=self.ranks.owner)
-        args.template_clock = self.ranks.from_owner(
-            "clock",
-            lambda: clock_of_run(args),
-            lambda clock: clock.moment.isoformat(),
-            lambda moment: TemplateClock(datetime.fromisoformat(moment)),
-        )
-        found: list[GivenData] = []
-        in_use = unsupported_with_images(args)
-
-        def read() -> None:
-            found.append(read_data(train_dataset, eval_dataset, args, environment_factory))
-            check_images(found[0].named, model, in_use)
-
-        self.ranks.share("data", read)
-        (data,) = found
-        given = (train_dataset if train_dataset is not None else data.train, eval_dataset)
-        train_dataset, eval_dataset = data.train, data.evaluation
+        self._meet_ranks()
+        data = self._read_data(train_dataset, eval_dataset, environment_factory, model)
         self._has_environments = environment_factory is not None
         self._given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-        self.rollout_tools = rollout_tools(
-            tools, environment_factory, rollout_func, agent, args, self.ranks, train_dataset, model
-        )
-        # The columns that a `rollout_func` adds for the reward functions are not known before it has run.
-        if args.rehearse_rewards and rollout_func is None:
-            self.ranks.on_owner("rehearsal", lambda: self.rehearse(reward_funcs, train_dataset))
+        self._open_tools(agent, reward_funcs, data.train, model)
         # Errors in reward functions come before a model's name is looked up. Reward models are loaded after the memory is counted.
         loads_rewards = any(isinstance(entry, str) for entry in entries_of(reward_funcs))
         if not loads_rewards:
             self._scorer = self.scorer(reward_funcs, reward_processing_classes)
         self.objective: Objective = self.objective_class(args)
-        name = model if isinstance(model, str) else model.config.name_or_path
-        if engine is None:
-            refuse_before_loading(args, name)
-        # All ranks come here, also where only the owner was given an engine.
-        self.ranks.on_owner("engine arguments", lambda: check_engine_arguments(args, name) if engine is None else None)
+        self._check_engine_arguments(engine, model if isinstance(model, str) else model.config.name_or_path)
         models = RunModels(
             model,
             peft_config,
@@ -231,84 +204,34 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self.ranks.on_owner("memory", lambda: check_memory(args, models))
         if loads_rewards:
             self._scorer = self.scorer(reward_funcs, reward_processing_classes)
-        scorer = self._scorer
         prepare_cuda()
-        opened = open_policy(model, processing_class, peft_config, args, quantization_config)
-        policy, tokenizer, self.model_path = opened.model, opened.tokenizer, opened.path
-        acting = bool(tools) or any(given is not None for given in (environment_factory, rollout_func, agent))
-        images = image_prompts(opened, args, data.named, image_processor, acting=acting)
-        banned = images.banned_ids if images is not None else ()
-        self.settings = SettingsProof(
-            asked, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], banned
-        )
-        refuse_shared_memory(policy)
+        # An environment adds text to prompts, and a function or an agent makes others.
+        makes_text = any(maker is not None for maker in (environment_factory, rollout_func, agent))
+        self._opened = opened = open_policy(model, processing_class, peft_config, args, quantization_config)
+        self._images = image_prompts(opened, args, data.named, image_processor, acting=bool(tools) or makes_text)
+        self._prove_settings(asked)
         self.optimizer_is_given, self._said = optimizers[0] is not None, set()
-        if not self.optimizer_is_given:
-            check_steps_move(policy, args, self.alarms)
-
-        self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
-        self.critic = self.make_critic(policy)
-        follows = getattr(args, "sync_ref_model", False) and self.reference is not None
-        context = context_within(policy, args.context_limit)
-        self._end_ids = ends = tuple(end_ids(causal_model(policy), tokenizer))
-        ids_of = None
-        if self.rollout_tools is not None:
-            self.rollout_tools.open(tokenizer, ends, images)
-            ids_of = self.rollout_tools.prompt_ids
-        vocabulary = embedding_rows(policy)
-        prompts = read_prompts(data.named, tokenizer, context, args, self.ranks, ids_of, images, vocabulary=vocabulary)
-        longest = max(len(p.ids) for own in prompts.values() for p in own) + args.completion_limit
-        self._train_prompts = prompts.pop("train")
-        self._eval_prompts = prompts
-        if environment_factory is not None or rollout_func is not None or agent is not None:
-            # An environment adds text to prompts, and a function or an agent makes others: as many tokens as a completion has, if
-            # they fit.
-            longest = min(longest + args.completion_limit, context)
-        self._prompts_of = lambda later, engines: read_prompts(
-            later, tokenizer, min(context, engines), args, self.ranks, ids_of, images, vocabulary=vocabulary
-        )
-        check_scorable(causal_model(policy))
-        self.objective.router_coefficient = router_coefficient(policy, args)
-        if ref_model is not None:
-            check_reference_model(policy, ref_model)
-        self.rules = IdRules.of_run(sampling_of(args, tokenizer, ends, banned), policy, tokenizer)
-        self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], longest)
+        self._set_up_models(ref_model)
+        self._read_prompts(data, makes_text=makes_text)
+        self._check_models(ref_model)
         self._order = order_of(self._train_prompts, args, shuffle=args.shuffle_dataset and not data.ordered)
         self._loader = make_loader(self._train_prompts, self._order, args)
-        code = {
-            "reward": getattr(scorer, "functions", None) or getattr(scorer, "judge", None),
-            "tool": tools,
-            "environment": environment_factory,
-            "rollout_func": rollout_func,
-            "agent": agent,
-        }
-        rows = {"train": self._train_prompts, **(self._eval_prompts or {SINGLE: []})}
-        still = self.reference.own if self.reference is not None and not follows else None
-
-        def take_inputs() -> None:
-            processor = images.processor if images is not None else None
-            own = model_inputs(policy, tokenizer, ends, processor, still, own=ref_model is not None)
-            self.inputs |= run_inputs(rows, code, args, own)
-            self.inputs[CLOCK] = args.template_clock.moment.isoformat()
-
-        self.inputs = {}
-        self.ranks.on_owner("inputs", take_inputs)
-        self.rows = {part: len(prompts) for part, prompts in rows.items() if prompts}
-        self._seen = {name: self.count_seen(prompts) for name, prompts in self._eval_prompts.items()}
-        self.changes = Changes(self.objective, scorer, self.settings)
-        moving = self.reference if follows else None
-        self._method_state = MethodState(self.objective, moving, self.critic, self._order, self.changes)
-
+        self._note_inputs(agent, own_reference=ref_model is not None)
         if args.sharded_by is not None:
             shard_models(
-                self.ranks, policy, self.reference, args, plain_rows=self._plain_rows, images=images is not None
+                self.ranks,
+                opened.model,
+                self.reference,
+                args,
+                plain_rows=self._plain_rows,
+                images=self._images is not None,
             )
         super().__init__(
-            model=policy,
+            model=opened.model,
             args=args,
-            train_dataset=given[0],
-            eval_dataset=given[1],
-            processing_class=tokenizer,
+            train_dataset=train_dataset if train_dataset is not None else data.train,
+            eval_dataset=eval_dataset,
+            processing_class=opened.tokenizer,
             callbacks=callbacks,
             optimizers=optimizers,
         )
@@ -318,12 +241,170 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         for part in (self.reference, self.critic):
             if part is not None:
                 part.to(self.args.device)
+        self.last_eval_groups = []
+        self._eval_notes = defaultdict(list)
+        self._start_source(engine, rollout_func)
+        self._make_loop()
+        self._notebook_view = show_in_notebook(self)
+
+    # ---- what the constructor sets up, in its order -----------------------------------------------------------------
+
+    def _meet_ranks(self) -> None:
+        """Make the ranks and the alarms. All ranks get one time for chat templates."""
+        args = self.config
+        self.ranks = Ranks(_LONGEST_CALL * args.generation_timeout * (args.generations_ahead + 1))
+        self.alarms = Alarms(owner=self.ranks.owner)
+        args.template_clock = self.ranks.from_owner(
+            "clock",
+            lambda: clock_of_run(args),
+            lambda clock: clock.moment.isoformat(),
+            lambda moment: TemplateClock(datetime.fromisoformat(moment)),
+        )
+
+    def _read_data(self, train_dataset: Any, eval_dataset: Any, environment_factory: Any, model: Any) -> GivenData:
+        """The rows of the data sets, checked. There are no prompts before there is a tokenizer."""
+        found: list[GivenData] = []
+        in_use = unsupported_with_images(self.config)
+
+        def read() -> None:
+            found.append(read_data(train_dataset, eval_dataset, self.config, environment_factory))
+            check_images(found[0].named, model, in_use)
+
+        self.ranks.share("data", read)
+        return found[0]
+
+    def _open_tools(self, agent: Any, reward_funcs: Any, train: Dataset, model: Any) -> None:
+        """Make the tools, environments or agents, and rehearse the reward functions."""
+        args, function = self.config, self._given["rollout_func"]
+        self.rollout_tools = rollout_tools(
+            self._given["tools"],
+            self._given["environment_factory"],
+            function,
+            agent,
+            args,
+            self.ranks,
+            train,
+            model,
+        )
+        # The columns that a `rollout_func` adds for the reward functions are not known before it has run.
+        if args.rehearse_rewards and function is None:
+            self.ranks.on_owner("rehearsal", lambda: self.rehearse(reward_funcs, train))
+
+    def _check_engine_arguments(self, engine: Engine | None, name: str) -> None:
+        args = self.config
+        if engine is None:
+            refuse_before_loading(args, name)
+        # All ranks come here, also where only the owner was given an engine.
+        self.ranks.on_owner("engine arguments", lambda: check_engine_arguments(args, name) if engine is None else None)
+
+    @property
+    def _banned_ids(self) -> Sequence[int]:
+        return self._images.banned_ids if self._images is not None else ()
+
+    def _prove_settings(self, asked: UserSettings) -> None:
+        tokenizer = self._opened.tokenizer
+        self.settings = SettingsProof(
+            asked, lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], self._banned_ids
+        )
+
+    def _set_up_models(self, ref_model: PreTrainedModel | None) -> None:
+        """Make the reference model and the value head, and read from the policy what prompts must fit."""
+        args, policy, tokenizer = self.config, self._opened.model, self._opened.tokenizer
+        refuse_shared_memory(policy)
+        if not self.optimizer_is_given:
+            check_steps_move(policy, args, self.alarms)
+        self.reference = Reference(policy, ref_model) if self.objective.uses_reference else None
+        self.critic = self.make_critic(policy)
+        self._context = context_within(policy, args.context_limit)
+        self._end_ids = tuple(end_ids(causal_model(policy), tokenizer))
+        if self.rollout_tools is not None:
+            self.rollout_tools.open(tokenizer, self._end_ids, self._images)
+        self._vocabulary = embedding_rows(policy)
+
+    def _read_prompts(self, data: GivenData, *, makes_text: bool) -> None:
+        """Make prompts of all rows, and count the tokens that the longest rollout may have.
+
+        Args:
+            makes_text: whether rollouts have text that is in no prompt.
+        """
+        prompts, limit = self._prompts_of(data.named, self._context), self.config.completion_limit
+        self._longest = max(len(p.ids) for own in prompts.values() for p in own) + limit
+        if makes_text:
+            # As many tokens more as a completion has, if they fit.
+            self._longest = min(self._longest + limit, self._context)
+        self._train_prompts = prompts.pop("train")
+        self._eval_prompts = prompts
+
+    def _prompts_of(self, datasets: Mapping[str, Dataset], longest: int) -> dict[str, list[Prompt]]:
+        """Prompts of data sets. A prompt and its completion may have `longest` tokens together, or as many as the model allows."""
+        return read_prompts(
+            datasets,
+            self._opened.tokenizer,
+            min(self._context, longest),
+            self.config,
+            self.ranks,
+            self.rollout_tools.prompt_ids if self.rollout_tools is not None else None,
+            self._images,
+            vocabulary=self._vocabulary,
+        )
+
+    def _check_models(self, ref_model: PreTrainedModel | None) -> None:
+        """Check that policy and reference model can be scored, and how."""
+        args, policy, tokenizer = self.config, self._opened.model, self._opened.tokenizer
+        check_scorable(causal_model(policy))
+        self.objective.router_coefficient = router_coefficient(policy, args)
+        if ref_model is not None:
+            check_reference_model(policy, ref_model)
+        sampling = sampling_of(args, tokenizer, self._end_ids, self._banned_ids)
+        self.rules = IdRules.of_run(sampling, policy, tokenizer)
+        self._plain_rows = needs_plain_rows([policy, *([ref_model] if ref_model is not None else [])], self._longest)
+
+    def _note_inputs(self, agent: Any, *, own_reference: bool) -> None:
+        """Note what the run learns from, for its receipt, and what its checkpoints hold.
+
+        Args:
+            own_reference: whether the user has given the reference model.
+        """
+        args, scorer, reference = self.config, self._scorer, self.reference
+        follows = getattr(args, "sync_ref_model", False) and reference is not None
+        code = {
+            "reward": getattr(scorer, "functions", None) or getattr(scorer, "judge", None),
+            "tool": self._given["tools"],
+            "environment": self._given["environment_factory"],
+            "rollout_func": self._given["rollout_func"],
+            "agent": agent,
+        }
+        rows = {"train": self._train_prompts, **(self._eval_prompts or {SINGLE: []})}
+        still = reference.own if reference is not None and not follows else None
+
+        def take_inputs() -> None:
+            processor = self._images.processor if self._images is not None else None
+            policy, tokenizer = self._opened.model, self._opened.tokenizer
+            own = model_inputs(policy, tokenizer, self._end_ids, processor, still, own=own_reference)
+            self.inputs |= run_inputs(rows, code, args, own)
+            self.inputs[CLOCK] = args.template_clock.moment.isoformat()
+
+        self.inputs = {}
+        self.ranks.on_owner("inputs", take_inputs)
+        self.rows = {part: len(prompts) for part, prompts in rows.items() if prompts}
+        self._seen = {name: self.count_seen(prompts) for name, prompts in self._eval_prompts.items()}
+        self.changes = Changes(self.objective, scorer, self.settings)
+        moving = reference if follows else None
+        self._method_state = MethodState(self.objective, moving, self.critic, self._order, self.changes)
+
+    def _start_source(self, engine: Engine | None, rollout_func: RolloutFunc | None) -> None:
+        """Start the engine, or use the one that was given."""
+        args, policy, tokenizer = self.config, self._opened.model, self._opened.tokenizer
+        context, limit = self._context, args.completion_limit
         # One more token if the model allows it: an engine scores a sequence only if one more token fits behind it.
-        max_model_len = context if args.context_limit else min(longest + 1, context)
-        bounds = Bounds(vocabulary, args.completion_limit, max_model_len, ends)
+        max_model_len = context if args.context_limit else min(self._longest + 1, context)
+        bounds = Bounds(self._vocabulary, limit, max_model_len, self._end_ids)
+        function = None
+        if rollout_func is not None:
+            function = RolloutFunction(rollout_func, self, tokenizer, bounds, self._images)
         self.source = RolloutSource(
             policy,
-            scorer,
+            self._scorer,
             tokenizer,
             args,
             self.clock,
@@ -331,20 +412,20 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             engine,
             self.model_path,
             max_model_len,
-            longest,
+            self._longest,
             self.settings,
             tools=self.rollout_tools,
-            function=None if rollout_func is None else RolloutFunction(rollout_func, self, tokenizer, bounds, images),
-            images=images,
+            function=function,
+            images=self._images,
             alarms=self.alarms,
         )
-        self.last_eval_groups = []
-        self._eval_notes = defaultdict(list)
+
+    def _make_loop(self) -> None:
         self.step_log = StepLog()
         self.watch = RunWatch(
             self.objective,
             self.source.watch,
-            scorer,
+            self._scorer,
             self._policy,
             self._trained_modules,
             lambda: self.state,
@@ -367,7 +448,11 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
             self.step_log,
             self.watch,
         )
-        self._notebook_view = show_in_notebook(self)
+
+    @property
+    def model_path(self) -> str:
+        """The directory or hub id from which an engine loads the model."""
+        return self._opened.path
 
     def rehearse(self, reward_funcs: Any, dataset: Dataset) -> None:
         """Call the reward functions once on made-up completions, so that their errors appear before a model is loaded."""

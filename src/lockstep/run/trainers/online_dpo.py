@@ -15,8 +15,7 @@ from lockstep.errors import InputError
 from lockstep.gateway.agents import AgentFunction
 from lockstep.rollouts.programs.environments import Factory
 from lockstep.rollouts.scores.judges import JudgeScorer
-from lockstep.rollouts.scores.reward_functions import Given, ProcessingClasses
-from lockstep.rollouts.scores.rewards import Scorer
+from lockstep.rollouts.scores.rewards import Given, ProcessingClasses, Scorer
 from lockstep.run.trainers.online import Data, OnlineTrainer
 from lockstep.training.data.rehearsal import rehearse_judge
 from lockstep.training.generate.rollouts.function import RolloutFunc

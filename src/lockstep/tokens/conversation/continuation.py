@@ -18,8 +18,8 @@ import numpy as np
 
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.arrays import Ids, joined
+from lockstep.tokens.chat import Message, Template, shared_start
 from lockstep.tokens.conversation.family_renderer import FamilyRenderer
-from lockstep.tokens.conversation.template import Message, Template, shared_start
 from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
 from lockstep.tokens.picture_ids import pictures_in
 

@@ -16,11 +16,11 @@ from transformers.utils import get_json_schema
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined
+from lockstep.tokens.chat import Content, Message, Template
 from lockstep.tokens.clock import NAME_IN_TEMPLATES
 from lockstep.tokens.conversation.continuation import Branch, Continuation, Insert, closing_tokens
 from lockstep.tokens.conversation.extension_proof import CALLS, REFUSED, proven_cases
 from lockstep.tokens.conversation.family_renderer import FamilyRenderer
-from lockstep.tokens.conversation.template import Content, Message, Template
 from lockstep.tokens.conversation.tool_calls import schemas_of
 from lockstep.tokens.conversation.tool_formats import ToolCall
 from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
@@ -49,6 +49,7 @@ class Extension:
     Attributes:
         conventions: how the template renders an assistant turn.
         reads_calls: whether tool calls are read.
+        continuation: makes the ids between an ended turn and the next one.
         cases: what happens in each proven case (`tokens/conversation/extension_proof.py`): "extends", "branches: reason" or
             "refused: reason".
 
@@ -74,14 +75,14 @@ class Extension:
         own = {k: v for k, v in (chat_template_kwargs or {}).items() if k != NAME_IN_TEMPLATES}
         family = None if renderer is None else FamilyRenderer(renderer, tokenizer, own, schemas)
         self._reader = TurnReader(self._template, ends, schemas_of(schemas), tool_format, family)
-        self._continuation = Continuation(self._template, self._reader, ends, family)
+        self.continuation = Continuation(self._template, self._reader, ends, family)
         self.conventions, self.reads_calls = self._reader.conventions, self._reader.reads_calls
         if tools and not self.reads_calls:
             raise InputError(
                 "the chat template renders tool calls in no format that can be read here: name the format with tool_format, or the "
                 "model family with renderer"
             )
-        self.cases = proven_cases(self._continuation)
+        self.cases = proven_cases(self.continuation)
         refused = {case: why for case, why in self.cases.items() if why.startswith(REFUSED)}
         needed = next((case for case in self.cases if (case in CALLS) == bool(tools)), "")
         if needed in refused:
@@ -140,7 +141,7 @@ class Extension:
         Raises:
             InputError: the template refuses these messages, or does not close a turn before them.
         """
-        return self._continuation.next(messages, context_ids, turn_ids, new_messages)
+        return self.continuation.next(messages, context_ids, turn_ids, new_messages)
 
     def check(
         self,
@@ -161,4 +162,4 @@ class Extension:
         """
         turn = self._reader.read(turn_ids).message
         own = joined([context_ids, turn_ids])
-        self._continuation.check(messages, turn, new_messages, own, ids, len(context_ids))
+        self.continuation.check(messages, turn, new_messages, own, ids, len(context_ids))

@@ -16,9 +16,9 @@ import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined
+from lockstep.tokens.chat import Message
 from lockstep.tokens.conversation.continuation import EARLIER_DIFFERS, Branch, Continuation, Insert
 from lockstep.tokens.conversation.family_renderer import RendererDiffers
-from lockstep.tokens.conversation.template import Message
 from lockstep.tokens.conversation.turns import Conventions, made_up_call, tool_call_field
 
 EXTENDS, BRANCHES, REFUSED = "extends", "branches", "refused"

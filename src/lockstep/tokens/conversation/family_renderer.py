@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined, whole_numbers
-from lockstep.tokens.conversation.template import Message
+from lockstep.tokens.chat import Message
 from lockstep.tokens.conversation.tool_formats import ToolCall
 
 AUTO = "auto"

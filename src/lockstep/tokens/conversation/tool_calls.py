@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.tokens.arrays import Ids
-from lockstep.tokens.conversation.template import Template
+from lockstep.tokens.chat import Template
 from lockstep.tokens.conversation.tool_formats import FORMATS, SURROGATE, FoundCalls, Schemas
 
 # The texts with which a call may begin. Harmony is missing: there the name of a call comes before its first marker.

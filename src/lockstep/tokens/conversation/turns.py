@@ -16,8 +16,8 @@ from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids
+from lockstep.tokens.chat import Content, Message, Template, shared_start
 from lockstep.tokens.conversation.family_renderer import FamilyRenderer
-from lockstep.tokens.conversation.template import Content, Message, Template, shared_start
 from lockstep.tokens.conversation.tool_calls import marked, read_calls
 from lockstep.tokens.conversation.tool_formats import FORMATS, FoundCalls, Schemas, ToolCall
 

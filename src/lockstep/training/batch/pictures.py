@@ -3,12 +3,6 @@
 All parts of all pictures have the same placeholder id. While paths are compared, each part therefore has a number of
 its own in place of the id: two nodes are one node only if they are the same part of the same picture, by its digest.
 The numbers exist inside this module and the tree only; packs contain ids again.
-
-Proof `placeholder`.
-Shows: no sampled id is the placeholder of a picture, which every request of a run with pictures bans
-(docs/internals/images.md).
-Does not show: that other banned ids were not sampled (the gap shows this).
-When: every pack with pictures.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.errors import ProofError
 from lockstep.images.pictures import Picture
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.batch.tree import Ints
@@ -46,15 +39,11 @@ class PictureNumbers:
     """Numbers for all parts of the pictures of some sequences.
 
     Args:
-        sequences: at least one has pictures.
-
-    Raises:
-        ProofError: a placeholder was sampled, which an engine may not do.
+        sequences: at least one has pictures. No placeholder was sampled in them.
     """
 
     def __init__(self, sequences: Sequence[TrainingSequence]) -> None:
         shown = [s.pictures for s in sequences if s.pictures is not None]
-        _check_completions(sequences, shown[0].placeholder)
         self._pictures = list({p.digest: p for pictures in shown for p in pictures.pictures}.values())
         self._ends = np.cumsum([p.tokens for p in self._pictures])
         starts = self._ends - [p.tokens for p in self._pictures]
@@ -88,17 +77,6 @@ class PictureNumbers:
         rows = parts - all_starts[places] + own_starts[places]
         ids = np.where(numbered >= _FIRST, self._placeholder, numbered)
         return ids, PackPictures(pictures, torch.from_numpy(rows))
-
-
-def _check_completions(sequences: Sequence[TrainingSequence], placeholder: int) -> None:
-    for sequence in sequences:
-        if (sequence.sampled_ids == placeholder).any():
-            raise ProofError(
-                "placeholder",
-                f"completion {sequence.name} has id {placeholder}, the placeholder of pictures, which every request bans",
-                "the engine samples without the bans of its requests, and may have put a picture in the place of the token",
-                "remove logits processors and sampling settings of your own from the engine; otherwise report this message",
-            )
 
 
 def position_ids(sequences: Sequence[TrainingSequence], nodes: Sequence[Ints], size: int) -> torch.Tensor | None:

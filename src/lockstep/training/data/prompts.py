@@ -23,8 +23,7 @@ from lockstep.images.prompts import IdsOf, ImagePrompts
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt
 from lockstep.tokens.arrays import whole_numbers
-from lockstep.tokens.chat import is_conversational, render_prompt, template_of, with_joined_text
-from lockstep.tokens.conversation.template import Template
+from lockstep.tokens.chat import Template, is_conversational, render_prompt, template_of, with_joined_text
 from lockstep.tokens.tokenizer import check_embedded
 from lockstep.training.config.online_config import OnlineConfig
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from lockstep.algorithms.tally import Tally
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.training.methods.objective import Tally
 
 _NAME = "_bonus"
 

@@ -24,7 +24,6 @@ from lockstep.algorithms.policy_loss import (
     token_weights,
 )
 from lockstep.algorithms.sequence_loss import vespo_loss
-from lockstep.algorithms.tally import Tally
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import cut, flags
 from lockstep.training.batch.sequence import TrainingSequence
@@ -33,6 +32,7 @@ from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.methods.objective import (
     Entropies,
     Objective,
+    Tally,
     TokenBatch,
     note_clipping,
     scores_by_function,

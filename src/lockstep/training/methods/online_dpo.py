@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from lockstep.algorithms.preference_loss import PreferenceLossType, choose, preference_loss
-from lockstep.algorithms.tally import Tally
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import filled
@@ -22,7 +21,7 @@ from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.documented import documented
 from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.methods.objective import Objective, TokenBatch
+from lockstep.training.methods.objective import Objective, Tally, TokenBatch
 
 
 @documented

@@ -18,14 +18,13 @@ from lockstep.algorithms.divergence import k1
 from lockstep.algorithms.policy_loss import token_weights
 from lockstep.algorithms.returns import clipped_value_loss, generalised_advantages
 from lockstep.algorithms.segments import Segments
-from lockstep.algorithms.tally import Tally
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import cut, flags, reals
 from lockstep.training.batch.sequence import TrainingSequence, column
 from lockstep.training.config.documented import documented
 from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.group_config import GroupConfig
-from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens
+from lockstep.training.methods.objective import Objective, Tally, TokenBatch, clipped_tokens
 
 
 @documented

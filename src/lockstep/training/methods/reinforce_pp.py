@@ -20,7 +20,6 @@ from lockstep.algorithms.divergence import k1, k2
 from lockstep.algorithms.policy_loss import token_weights
 from lockstep.algorithms.returns import rewards_to_go
 from lockstep.algorithms.segments import Segments
-from lockstep.algorithms.tally import Tally
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import cut, reals
@@ -28,7 +27,7 @@ from lockstep.training.batch.sequence import TrainingSequence, column
 from lockstep.training.config.documented import documented
 from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.group_config import GroupConfig
-from lockstep.training.methods.objective import Objective, TokenBatch, clipped_tokens
+from lockstep.training.methods.objective import Objective, Tally, TokenBatch, clipped_tokens
 
 
 @documented

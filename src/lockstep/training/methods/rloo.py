@@ -14,14 +14,13 @@ import torch
 from lockstep.algorithms.advantages import compared, leave_one_out_advantages, whiten
 from lockstep.algorithms.divergence import k1
 from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss
-from lockstep.algorithms.tally import Tally
 from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.documented import documented
 from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.group_config import GroupConfig
-from lockstep.training.methods.objective import Objective, TokenBatch, note_clipping, with_one_advantage
+from lockstep.training.methods.objective import Objective, Tally, TokenBatch, note_clipping, with_one_advantage
 
 
 @documented

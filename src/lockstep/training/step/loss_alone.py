@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from lockstep.algorithms.tally import Tally
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.methods.objective import Objective, Scores, TokenBatch
+from lockstep.training.methods.objective import Objective, Scores, Tally, TokenBatch
 from lockstep.training.step.generation import Preparation, prepare_generation
 from lockstep.training.step.score_all import AllScores
 from lockstep.training.step.update import Policy

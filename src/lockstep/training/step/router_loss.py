@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lockstep.algorithms.router_balance import Routing, Shares, balance_loss
-from lockstep.algorithms.tally import Tally
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.methods.objective import Objective
+from lockstep.training.methods.objective import Objective, Tally
 
 if TYPE_CHECKING:
     from lockstep.training.step.update import Policy

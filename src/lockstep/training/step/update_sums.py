@@ -11,12 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep.algorithms.corrections import effective_sample_size
-from lockstep.algorithms.tally import Tally
 from lockstep.to_device import on_host
 from lockstep.training.batch.sequence import TrainingSequence, flat
 from lockstep.training.events import Evidence
 from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.methods.objective import TokenBatch
+from lockstep.training.methods.objective import Tally, TokenBatch
 
 Reals64 = NDArray[np.float64]
 

@@ -14,10 +14,9 @@ import lockstep.rollouts.scores.rewards as rewards
 import lockstep.training.methods.grpo as methods
 from lockstep.algorithms.advantages import group_advantages
 from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss
-from lockstep.algorithms.tally import Tally
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.methods.objective import TokenBatch
+from lockstep.training.methods.objective import Tally, TokenBatch
 from lockstep.training.step.generation import Generation
 from lockstep.verify.faults.seams import Fault, Patch, generations_become
 from lockstep.verify.stage import Stage

@@ -132,7 +132,7 @@ class ServerRequests:
         load = self.load(server)
         load.tokens += request.sampling.max_tokens
         try:
-            completion = await asyncio.wait_for(self._sample(request, server, limit), limit)
+            completion = await asyncio.wait_for(self.sample_one(request, server, limit), limit)
             inbox.answer(completion, versions(), vocab_size)
         except TimeoutError:
             what = f"the server at {server.url} did not finish request {request.key} within {limit:.0f} s"
@@ -184,7 +184,7 @@ class ServerRequests:
             EngineLost: a server did not answer, or not in time.
         """
         servers = tuple(self._servers)
-        calls = [self._score(ids, servers[i % len(servers)], stamp, limit) for i, ids in enumerate(sequences)]
+        calls = [self.score_one(ids, servers[i % len(servers)], stamp, limit) for i, ids in enumerate(sequences)]
         return self._all(calls, limit)
 
     async def _all(self, calls: Sequence[Coroutine[Any, Any, T]], limit: float) -> list[T]:
@@ -208,7 +208,8 @@ class ServerRequests:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _sample(self, request: GenerationRequest, server: ServerCalls, limit: float) -> Completion:
+    async def sample_one(self, request: GenerationRequest, server: ServerCalls, limit: float) -> Completion:
+        """The answer of one server to a request, after the pictures that the server does not hold yet."""
         name = _name(str(request.key))
         body = generation_body(request, name)
         check_sent(request, body["sampling_params"])
@@ -241,7 +242,8 @@ class ServerRequests:
         for server in tuple(self._servers):
             self.load(server).pictures.forget()
 
-    async def _score(self, ids: tuple[int, ...], server: ServerCalls, stamp: str, limit: float) -> tuple[float, ...]:
+    async def score_one(self, ids: tuple[int, ...], server: ServerCalls, stamp: str, limit: float) -> tuple[float, ...]:
+        """Log-probs of every id of a sequence from one server, except of the first id."""
         name = _name("score")
         body = scoring_body(ids, name, first=server.takes_priorities)
         async with self.load(server).scoring_gate:

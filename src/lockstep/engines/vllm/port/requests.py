@@ -121,16 +121,18 @@ def refusals(what: str) -> Iterator[None]:
         raise InputError(f"vLLM refuses {what}: {str(error)[:300]}") from error
 
 
-def completion(key: RequestKey, output: RequestOutput, *, filtered: bool) -> Completion:
+def completion(key: RequestKey, output: RequestOutput, *, filtered: bool, adapter: str | None) -> Completion:
     """Convert one output of vLLM to a completion.
 
     Args:
         filtered: whether the request has filters that depend on the logits (`Sampling.is_filtered`).
+        adapter: name of the adapter that the current weights are in; None: the model has all of them.
 
     Raises:
-        ProofError: log-probs or kept ids are missing or damaged.
+        ProofError: log-probs or kept ids are missing or damaged, or vLLM used another adapter, or none.
         LockstepError: the request ended for a reason other than a stop or the length limit.
     """
+    _check_adapter(key, output, adapter)
     (sample,) = output.outputs
     logprobs = sample.logprobs or []
     token_ids = list(sample.token_ids)
@@ -176,6 +178,17 @@ def reported_kept_ids(key: RequestKey, sets: Sequence[Sequence[int]] | None, *, 
             "the engine's answer is damaged",
             "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
         ) from error
+
+
+def _check_adapter(key: RequestKey, output: RequestOutput, adapter: str | None) -> None:
+    used = None if output.lora_request is None else output.lora_request.lora_name
+    if used != adapter:
+        raise ProofError(
+            "version",
+            f"request {key} was answered with the adapter {used!r}; the current weights are in the adapter {adapter!r}",
+            "the request lost its adapter on the way to vLLM, or got the adapter of another push",
+            "this is a defect of the engine or of its adapter: do not train on it; report it with this message",
+        )
 
 
 def _versions(key: RequestKey, spans: Any, tokens: int) -> Ids:

@@ -38,7 +38,7 @@ def effective_settings(vllm_config: Any) -> dict[str, Any]:
         "structured_outputs": _structured_outputs(vllm_config.structured_outputs_config),
         "normalises_pixels": bool(getattr(config.multimodal_config, "mm_device_do_normalize", False)),
         "second_runner": bool(vllm_config.use_v2_model_runner),
-        "searches_top_p": _searches_top_p(),
+        "searches_top_p": searches_top_p(),
         "request_limits": request_limits(vllm_config),
     }
 
@@ -55,7 +55,7 @@ def _model_config(config: Any) -> dict[str, Any]:
     return fields
 
 
-def _searches_top_p() -> bool:
+def searches_top_p() -> bool:
     """Whether vLLM searches the edge of top-p. With Triton, both of its model runners do so, for batches of every size."""
     from vllm.v1.sample.ops.topk_topp_sampler import HAS_TRITON
 

@@ -25,11 +25,12 @@ from lockstep.training.forward.attention.attention_plan import AttentionPlan, Ru
 # 300 TFLOP/s: a row (17 times 1,536 bf16 numbers are moved), a column (11 times 512 of them), a pair (18 × 1,536 operations).
 LAUNCH, ROW, COLUMN, PAIR = 5.0, 0.017, 0.004, 0.0001
 # Kernels of one call, and of a block without a mask and with one (counted, `tests/pretend_cuda/launches.py`).
-OF_CALL, _OF_BLOCK, _OF_MASKED = 14, 12, 18
+OF_CALL, OF_BLOCK, OF_MASKED = 14, 12, 18
 # A kernel with a mask computes a pair in about this many times the time.
 _MASKED_PAIR = 3.0
-# The columns of one call: at most this many times the pack's positions. A small pack has the room of the usual one.
-MOST_COLUMNS, _USUAL = 4, 4096
+# The columns of one call: at most this many times the pack's positions. A small pack has the room of the usual one, whose positions
+# are the second number.
+MOST_COLUMNS, USUAL_PACK = 4, 4096
 # The most places where paths are parted into calls. It bounds the work of the plan.
 _MOST_CUTS = 64
 
@@ -71,7 +72,7 @@ def plan_paths(ends: Ints, blocks: AttentionPlan) -> tuple[PathCall, ...] | None
     chains = sorted(_chains(ends), key=lambda chain: (chain.ancestors, chain.nodes))
     if len(chains) == 1:
         return None
-    most = MOST_COLUMNS * max(len(ends), _USUAL)
+    most = MOST_COLUMNS * max(len(ends), USUAL_PACK)
     groups, microseconds = _cheapest(chains, most)
     if microseconds > microseconds_of(blocks):
         return None
@@ -86,9 +87,7 @@ def microseconds_of(plan: AttentionPlan | Sequence[PathCall]) -> float:
     for block in plan.blocks:
         rows, above, own = block.stop - block.start, size_of(block.above), size_of(block.columns)
         pairs = rows * (above + own / 2) if block.chain else _MASKED_PAIR * rows * (above + own)
-        total += (
-            LAUNCH * (_OF_BLOCK if block.chain else _OF_MASKED) + ROW * rows + COLUMN * (above + own) + PAIR * pairs
-        )
+        total += LAUNCH * (OF_BLOCK if block.chain else OF_MASKED) + ROW * rows + COLUMN * (above + own) + PAIR * pairs
     return total
 
 

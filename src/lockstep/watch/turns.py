@@ -1,4 +1,4 @@
-"""What the engine was asked and what it answered in one rollout, and the proof that the rollout holds exactly this.
+"""The turns proof: a rollout holds exactly what the engine was asked and has answered.
 
 There is one `Record` per rollout. When the program has ended, the record is compared with the rollout's branches. The
 gap proves log-probs up to rounding; this proof is exact.
