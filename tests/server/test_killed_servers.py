@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import httpx
 import pytest
 import torch
 from conftest import VLLM
-from servers import HTTP, KEY, Server, serve
+from servers import HTTP, KEY, Server, descendants, serve
 from training import equal, make_trainer, train
 
 import lockstep.sync.wire.shared_memory as shared_memory
@@ -220,11 +219,17 @@ def await_restart(server: Server, said: str, limit: float) -> None:
     server.await_health()
 
 
+def open_files(process: int) -> Iterator[Path]:
+    for fd in Path(f"/proc/{process}/fd").iterdir():
+        # It may be closed meanwhile.
+        with suppress(OSError):
+            yield Path(os.readlink(fd))
+
+
 @pytest.mark.long
 def test_a_server_whose_engine_cannot_send_answers_is_started_again_and_leaves_nothing(
     untied_dir: str, tmp_path: Path
 ) -> None:
-    earlier = set(Path(tempfile.gettempdir()).iterdir())
     with serve(untied_dir, tmp_path) as server:
         # Before that the supervisor waits for a start, for as long as a start may take.
         await_restart(server, "is ready at", 60)
@@ -236,11 +241,12 @@ def test_a_server_whose_engine_cannot_send_answers_is_started_again_and_leaves_n
         asking.join()
         assert ask(server, "/collective_rpc", {"method": "lockstep_state"}, 60.0) == 200
         # The files through which vLLM's processes meet, of both starts, are in the folder of this server.
-        (folder,) = [
-            path
-            for path in set(Path(tempfile.gettempdir()).glob("lockstep-*")) - earlier
-            if (path / "owner.lock").exists()
-        ]
+        (folder,) = {
+            path.parent
+            for process in (server.supervisor.pid, *descendants(server.supervisor.pid))
+            for path in open_files(process)
+            if path.name == "owner.lock"
+        }
         assert list(folder.glob("vllm_dist_*"))
         listed = [line.split()[1] for line in (folder / "shared-memory").read_text().splitlines()]
     assert not folder.exists()

@@ -24,7 +24,7 @@ ELSEWHERE = {
         run/files/method_state.py::MethodState.save
         run/trainers/hooks/whole_checkpoints.py::WholeCheckpoints._save_optimizer_and_scheduler
         run/trainers/hooks/whole_checkpoints.py::WholeCheckpoints._save_rng_state""",
-    "a part of a folder that gets its name when it is whole": "models/packaged.py::_fetch",
+    "a part of a folder that gets its name when it is whole": "models/packaged.py::fetch",
     "it goes through `replacing`": "run/files/rollout_files.py::keep_rollouts",
     "a lock, whose content is nothing": "run/files/lock.py::locked server/machine.py::reserved_port",
     "a log of libraries, to which a descriptor of the process writes": """
