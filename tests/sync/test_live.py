@@ -82,6 +82,13 @@ def test_an_old_adapter_is_found() -> None:
     assert failed.value.check == "merge"
 
 
+def test_a_source_that_forgets_the_adapter_is_found() -> None:
+    forgets = patch.object(push_module, "weights_of", lambda model: PlainSource(make_model()))
+    with forgets, pytest.raises(ProofError) as failed:
+        push_weights(adapted(), Recorder(), 4)
+    assert failed.value.check == "merge"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_right_merge_passes(kind: str, dtype: torch.dtype) -> None:

@@ -90,10 +90,11 @@ class AdaptedSource(PlainSource):
     def unmerged(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         return PlainSource.unmerged(causal_model(model))
 
+    @staticmethod
     def merge_error(
-        self, model: torch.nn.Module, name: str, merged: torch.Tensor, version: int
+        model: torch.nn.Module, source: PlainSource, name: str, merged: torch.Tensor, version: int
     ) -> tuple[float, float] | None:
-        return _merge_error(model, self, name, merged, version)
+        return _merge_error(model, source, name, merged, version)
 
     def owning_module(self, name: str) -> torch.nn.Module:
         return self._owning_modules[name]

@@ -313,7 +313,9 @@ def check_live(
         ProofError: `live`: the model now has other weights than were sent. `merge`: a merged weight gives other outputs than the
             layer with its adapter.
     """
-    random_draw, parameters = random.Random(version), source.unmerged(model)
+    # The live model says of which kind its source must be.
+    kind: type[PlainSource] = AdaptedSource if is_adapted(model) else PlainSource
+    random_draw, parameters = random.Random(version), kind.unmerged(model)
     # The source sends a quantised weight dequantised, so its bytes cannot be compared.
     compared = [spec for spec in sent if spec.name in parameters and not is_quantised(parameters[spec.name])]
     if not source.is_model_memory or dtype is not None:
@@ -329,7 +331,7 @@ def check_live(
     for spec in random_draw.sample(layers, min(_TENSORS_COMPARED, len(layers))):
         merged = source.tensor(spec.name)
         _check_digests([(spec.name, merged)], dtype, [spec], version)
-        error = source.merge_error(model, spec.name, merged, version)
+        error = kind.merge_error(model, source, spec.name, merged, version)
         # `not <=` instead of `>`, so that NaN fails.
         if error is not None and not error[0] <= error[1]:
             raise ProofError(

@@ -100,12 +100,14 @@ class PlainSource:
         """The tensors of a model that are sent as they are, by name. They are the model's own, and not those of a source."""
         return {p.name: p.tensor for p in checkpoint_tensors(model)}
 
+    @staticmethod
     def merge_error(
-        self, model: torch.nn.Module, name: str, merged: torch.Tensor, version: int
+        model: torch.nn.Module, source: PlainSource, name: str, merged: torch.Tensor, version: int
     ) -> tuple[float, float] | None:
         """How far the outputs of a merged weight are from those of the model's own layer, and how far they may be.
 
         Args:
+            source: what the push has read.
             merged: the weight that was sent under `name`.
             version: seed of the layer's inputs.
 
