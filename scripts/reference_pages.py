@@ -31,12 +31,12 @@ BEGIN, END = "<!-- injected faults: scripts/reference_pages.py -->", "<!-- end o
 FIELDS_HEAD = """\
 # Fields
 
-Each field can stand in a config file (`name: value`) and on the command line (`--name value`). The command line has priority. In
-Python the fields are arguments of the method's config, for example `GRPOConfig(learning_rate=1e-6)`. Models, data, functions and
-adapters are arguments of a trainer there, so their fields are for the command line only. `lockstep grpo --help` shows the common
-fields, and `--dry_run` prints all fields with their values.
+A field stands in a config file (`name: value`), on the command line (`--name value`, which has priority), or in Python
+in the method's config (`GRPOConfig(learning_rate=1e-6)`). Models, data, functions and adapters are arguments of a
+trainer there. `--dry_run` prints all fields with their values.
 
-`scripts/reference_pages.py` makes this page from the code. Where commands have different defaults, the cell has all of them.
+Where commands have different defaults, the cell has all of them. A row that ends with commands in brackets is theirs
+only; `gateway` and `verify` take what `grpo` takes. `scripts/reference_pages.py` makes this page from the code.
 """
 PROOFS_HEAD = """\
 # Proofs
@@ -47,6 +47,12 @@ measurements, and [known faults](faults.md) has the faults that the proofs must 
 
 `scripts/reference_pages.py` makes this page from the docstrings of the files that make the proofs, in the order of a run.
 """
+# Fields with a help text of their own; the others are transformers'.
+GROUPED = {name for names in GROUPS.values() for name in names}
+# Choices of a field that stand on the page; fields with more are transformers' own.
+MANY = 12
+# Words of a help text of transformers after which only its first sentence stands on the page.
+LONG = 20
 # When a proof is made, in the order of a run, and the words by which its `When` says so.
 MOMENTS = {
     "At start": r"start|before the first sample",
@@ -102,8 +108,7 @@ def fields_page(described: dict[str, dict[str, Any]]) -> str:
         for name, entry in {**described["shared"], **described[command]}.items():
             found.setdefault(name, {})[command] = entry
     refused = {*ONE_VALUE, *UNSUPPORTED, *WITHOUT_EFFECT}
-    grouped = {name for names in GROUPS.values() for name in names}
-    groups = {**GROUPS, OTHERS: tuple(name for name in found if name not in grouped)}
+    groups = {**GROUPS, OTHERS: tuple(name for name in found if name not in GROUPED)}
     parts = [FIELDS_HEAD]
     for title, names in groups.items():
         rows = [
@@ -112,7 +117,7 @@ def fields_page(described: dict[str, dict[str, Any]]) -> str:
             if name in found and name not in refused
             for row in _field_rows(name, found[name], commands)
         ]
-        parts.append(f"## {title}\n\n| field | type | default | what it does | commands |\n|---|---|---|---|---|\n")
+        parts.append(f"## {title}\n\n| field | type | default | what it does |\n|---|---|---|---|\n")
         parts[-1] += "\n".join(rows) + "\n"
     return "\n".join(parts)
 
@@ -128,11 +133,19 @@ def _field_rows(name: str, by_command: dict[str, dict[str, Any]], commands: list
 
 def _field_row(name: str, by_command: dict[str, dict[str, Any]], commands: list[str]) -> str:
     entries = list(by_command.values())
-    kind = " or ".join(f"`{choice}`" for choice in entries[0].get("choices", ())) or entries[0]["type"]
+    choices = entries[0].get("choices", ())
+    kind = ", ".join(f"`{choice}`" for choice in choices) or entries[0]["type"]
+    if len(choices) > MANY:
+        kind = f"one of {len(choices)} names of transformers"
     defaults = dict.fromkeys(entry.get("default", "") for entry in entries)
     shown = ", ".join(f"`{value}`" for value in defaults if value) or "–"
-    used = "all" if len(by_command) == len(commands) else ", ".join(f"`{command}`" for command in by_command)
-    return f"| `{name}` | {_cell(kind)} | {_cell(shown)} | {_cell(entries[0]['help'])} | {used} |"
+    beside = {"gateway", "verify"} if {"grpo", "gateway", "verify"} <= by_command.keys() else set()
+    own = ", ".join(f"`{command}`" for command in by_command if command not in beside)
+    used = "" if len(by_command) == len(commands) else f" [{own}]"
+    does = _cell(entries[0]["help"])
+    if name not in GROUPED and len(does.split()) > LONG:
+        does = does.partition(". ")[0].rstrip(".") + "."
+    return f"| `{name}` | {_cell(kind)} | {_cell(shown)} | {does}{used} |"
 
 
 def _cell(text: str) -> str:
