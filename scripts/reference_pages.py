@@ -35,9 +35,12 @@ A field stands in a config file (`name: value`), on the command line (`--name va
 in the method's config (`GRPOConfig(learning_rate=1e-6)`). Models, data, functions and adapters are arguments of a
 trainer there. `--dry_run` prints all fields with their values.
 
-Where commands have different defaults, the cell has all of them. A row that ends with commands in brackets is theirs
-only; `gateway` and `verify` take what `grpo` takes. `scripts/reference_pages.py` makes this page from the code.
+In brackets are the type and the defaults, of all commands where they differ. Commands at the end of a line: the field is
+theirs only; `gateway` and `verify` take what `grpo` takes. `scripts/reference_pages.py` makes this page from the code.
 """
+OTHERS_HEAD = """\
+These mean what they mean in `transformers.TrainingArguments`, where they are described; `lockstep grpo --help-all` has
+the texts. [What differs](migrating-from-trl.md#config-fields)."""
 PROOFS_HEAD = """\
 # Proofs
 
@@ -47,12 +50,8 @@ measurements, and [known faults](faults.md) has the faults that the proofs must 
 
 `scripts/reference_pages.py` makes this page from the docstrings of the files that make the proofs, in the order of a run.
 """
-# Fields with a help text of their own; the others are transformers'.
-GROUPED = {name for names in GROUPS.values() for name in names}
 # Choices of a field that stand on the page; fields with more are transformers' own.
 MANY = 12
-# Words of a help text of transformers after which only its first sentence stands on the page.
-LONG = 20
 # When a proof is made, in the order of a run, and the words by which its `When` says so.
 MOMENTS = {
     "At start": r"start|before the first sample",
@@ -101,25 +100,25 @@ def pages() -> dict[Path, str]:
 
 
 def fields_page(described: dict[str, dict[str, Any]]) -> str:
-    """One table per group of `--help`, without the fields that accept one value only."""
+    """One list per group of `--help`, without the fields that accept one value only; of transformers' own fields the names."""
     commands = [command for command in described if command != "shared"]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for command in commands:
         for name, entry in {**described["shared"], **described[command]}.items():
             found.setdefault(name, {})[command] = entry
     refused = {*ONE_VALUE, *UNSUPPORTED, *WITHOUT_EFFECT}
-    groups = {**GROUPS, OTHERS: tuple(name for name in found if name not in GROUPED)}
+    grouped = {name for names in GROUPS.values() for name in names}
+    others = ", ".join(f"`{name}`" for name in found if name not in grouped and name not in refused)
     parts = [FIELDS_HEAD]
-    for title, names in groups.items():
+    for title, names in GROUPS.items():
         rows = [
             row
             for name in names
             if name in found and name not in refused
             for row in _field_rows(name, found[name], commands)
         ]
-        parts.append(f"## {title}\n\n| field | type | default | what it does |\n|---|---|---|---|\n")
-        parts[-1] += "\n".join(rows) + "\n"
-    return "\n".join(parts)
+        parts.append(f"## {title}\n\n" + "\n".join(rows) + "\n")
+    return "\n".join([*parts, f"## {OTHERS}\n\n{OTHERS_HEAD}\n\n{others}\n"])
 
 
 def _field_rows(name: str, by_command: dict[str, dict[str, Any]], commands: list[str]) -> list[str]:
@@ -138,14 +137,12 @@ def _field_row(name: str, by_command: dict[str, dict[str, Any]], commands: list[
     if len(choices) > MANY:
         kind = f"one of {len(choices)} names of transformers"
     defaults = dict.fromkeys(entry.get("default", "") for entry in entries)
-    shown = ", ".join(f"`{value}`" for value in defaults if value) or "–"
+    shown = "; " + ", ".join(f"`{value}`" for value in defaults if value) if any(defaults) else ""
     beside = {"gateway", "verify"} if {"grpo", "gateway", "verify"} <= by_command.keys() else set()
     own = ", ".join(f"`{command}`" for command in by_command if command not in beside)
     used = "" if len(by_command) == len(commands) else f" [{own}]"
-    does = _cell(entries[0]["help"])
-    if name not in GROUPED and len(does.split()) > LONG:
-        does = does.partition(". ")[0].rstrip(".") + "."
-    return f"| `{name}` | {_cell(kind)} | {_cell(shown)} | {does}{used} |"
+    does = entries[0]["help"].replace("<", "&lt;").replace("\n", " ")
+    return f"- `{name}` ({kind}{shown}): {does}{used}"
 
 
 def _cell(text: str) -> str:
@@ -210,12 +207,13 @@ def _linked(text: str) -> str:
 
 
 def faults_page(page: str) -> str:
-    """The page with the table of the faults that the self-test injects."""
+    """The page with the table of the injected faults that have no row of their own above it."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise SystemExit("docs/reference/faults.md has no marks for the table")
-    rows = "\n".join(f"| {name} | {_cell(what)} |" for name, what in injected())
+    above = set(re.findall(r"^\| ([A-Z]\d+) \|", before, re.M))
+    rows = "\n".join(f"| {name} | {_cell(what)} |" for name, what in injected() if name not in above)
     return f"{before}{BEGIN}\n\n| fault | what is injected |\n|---|---|\n{rows}\n\n{END}{after}"
 
 
