@@ -44,11 +44,11 @@ the texts. [What differs](migrating-from-trl.md#config-fields)."""
 PROOFS_HEAD = """\
 # Proofs
 
-Every proof is on by default. A failed proof stops the run before the optimizer step, and the error starts with the proof's name.
-[When a proof fails](../troubleshooting/proofs.md) says what to do, [the proof](../internals/proof.md) has limits, costs and
-measurements, and [known faults](faults.md) has the faults that the proofs must catch.
-
-`scripts/reference_pages.py` makes this page from the docstrings of the files that make the proofs, in the order of a run.
+Every proof is on by default. A failed proof stops the run before the optimizer step, and the error starts with its
+name. Each section says what a proof shows, what it does not show, and when and where it is made, in the order of a run.
+[When a proof fails](../troubleshooting/proofs.md) says what to do; [the proof](../internals/proof.md) has limits, costs and
+measurements; [known faults](faults.md) has the faults that proofs must catch. `scripts/reference_pages.py` makes this page from
+docstrings.
 """
 # Choices of a field that stand on the page; fields with more are transformers' own.
 MANY = 12
@@ -169,9 +169,9 @@ def proofs_page(source: Path) -> str:
     for moment in MOMENTS:
         parts.append(f"## {moment}\n")
         for block in sorted((b for b in blocks if b.moment == moment), key=lambda b: b.title.strip("`")):
-            lines = [f"### {block.title}\n", f"- **Shows:** {block.shows}"]
-            lines += [f"- **Does not show:** {block.not_shown}"] if block.not_shown else []
-            lines += [f"- **When:** {block.when}", f"- **File:** `{block.file}`\n"]
+            lines = [f"### {block.title}\n", f"{block.shows[0].upper()}{block.shows[1:]}\n"]
+            lines += [f"- Not shown: {block.not_shown}"] if block.not_shown else []
+            lines += [f"- When: {block.when} (`{block.file}`)\n"]
             parts.append("\n".join(_linked(line) for line in lines))
     return "\n".join(parts)
 
