@@ -6,7 +6,7 @@
 |---|---|
 | docs/reference/fields.md | `cli/fields/fields.json` and `cli/fields/groups.py` |
 | docs/reference/proofs.md | the docstrings of the files that make the proofs (a block "Proof …" each) |
-| the last table of docs/reference/faults.md | the faults of `lockstep verify --self-test` |
+| the last list of docs/reference/faults.md | the faults of `lockstep verify --self-test` |
 
 `tests/docs/test_reference_pages.py` fails if a page is not what this script writes.
 """
@@ -145,10 +145,6 @@ def _field_row(name: str, by_command: dict[str, dict[str, Any]], commands: list[
     return f"- `{name}` ({kind}{shown}): {does}{used}"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
-
-
 def proofs_page(source: Path) -> str:
     """A section per moment of a run, and in it what each proof shows, what it cannot show, and which file makes it.
 
@@ -207,14 +203,14 @@ def _linked(text: str) -> str:
 
 
 def faults_page(page: str) -> str:
-    """The page with the table of the injected faults that have no row of their own above it."""
+    """The page with the list of the injected faults that have no row of their own above it."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise SystemExit("docs/reference/faults.md has no marks for the table")
+        raise SystemExit("docs/reference/faults.md has no marks for the list")
     above = set(re.findall(r"^\| ([A-Z]\d+) \|", before, re.M))
-    rows = "\n".join(f"| {name} | {_cell(what)} |" for name, what in injected() if name not in above)
-    return f"{before}{BEGIN}\n\n| fault | what is injected |\n|---|---|\n{rows}\n\n{END}{after}"
+    lines = "\n".join(f"- {name}: {what}" for name, what in injected() if name not in above)
+    return f"{before}{BEGIN}\n\n{lines}\n\n{END}{after}"
 
 
 def injected() -> list[tuple[str, str]]:
