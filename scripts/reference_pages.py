@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +32,13 @@ BEGIN, END = "<!-- injected faults: scripts/reference_pages.py -->", "<!-- end o
 FIELDS_HEAD = """\
 # Fields
 
-A field stands in a config file (`name: value`), on the command line (`--name value`, which has priority), or in Python
-in the method's config (`GRPOConfig(learning_rate=1e-6)`). Models, data, functions and adapters are arguments of a
-trainer there. `--dry_run` prints all fields with their values.
+A field stands in a config file (`name: value`), on the command line (`--name value`, which has priority), or in
+Python in the method's config (`GRPOConfig(learning_rate=1e-6)`). Models, data, functions and adapters are arguments
+of a trainer there. `--dry_run` prints all fields with their values.
 
-In brackets are the type and the defaults, of all commands where they differ. Commands at the end of a line: the field is
-theirs only; `gateway` and `verify` take what `grpo` takes. `scripts/reference_pages.py` makes this page from the code.
+In brackets are the type and the defaults, of all commands where they differ. Commands at the end of a line: the
+field is theirs only; `gateway` and `verify` take what `grpo` takes. `scripts/reference_pages.py` makes this page
+from the code.
 """
 OTHERS_HEAD = """\
 These mean what they mean in `transformers.TrainingArguments`, where they are described; `lockstep grpo --help-all` has
@@ -45,10 +47,10 @@ PROOFS_HEAD = """\
 # Proofs
 
 Every proof is on by default. A failed proof stops the run before the optimizer step, and the error starts with its
-name. Each section says what a proof shows, what it does not show, and when and where it is made, in the order of a run.
-[When a proof fails](../troubleshooting/proofs.md) says what to do; [the proof](../internals/proof.md) has limits, costs and
-measurements; [known faults](faults.md) has the faults that proofs must catch. `scripts/reference_pages.py` makes this page from
-docstrings.
+name. Each section says what a proof shows, what it does not show, and when and where it is made, in the order of a
+run. [When a proof fails](../troubleshooting/proofs.md) says what to do; [the proof](../internals/proof.md) has
+limits, costs and measurements; [known faults](faults.md) has the faults that proofs must catch.
+`scripts/reference_pages.py` makes this page from docstrings.
 """
 # Choices of a field that stand on the page; fields with more are transformers' own.
 MANY = 12
@@ -118,7 +120,7 @@ def fields_page(described: dict[str, dict[str, Any]]) -> str:
             for row in _field_rows(name, found[name], commands)
         ]
         parts.append(f"## {title}\n\n" + "\n".join(rows) + "\n")
-    return "\n".join([*parts, f"## {OTHERS}\n\n{OTHERS_HEAD}\n\n{others}\n"])
+    return "\n".join([*parts, f"## {OTHERS}\n\n{OTHERS_HEAD}\n\n{_wrapped(others)}\n"])
 
 
 def _field_rows(name: str, by_command: dict[str, dict[str, Any]], commands: list[str]) -> list[str]:
@@ -142,7 +144,7 @@ def _field_row(name: str, by_command: dict[str, dict[str, Any]], commands: list[
     own = ", ".join(f"`{command}`" for command in by_command if command not in beside)
     used = "" if len(by_command) == len(commands) else f" [{own}]"
     does = entries[0]["help"].replace("<", "&lt;").replace("\n", " ")
-    return f"- `{name}` ({kind}{shown}): {does}{used}"
+    return _wrapped(f"- `{name}` ({kind}{shown}): {does}{used}")
 
 
 def proofs_page(source: Path) -> str:
@@ -168,7 +170,7 @@ def proofs_page(source: Path) -> str:
             lines = [f"### {block.title}\n", f"{block.shows[0].upper()}{block.shows[1:]}\n"]
             lines += [f"- Not shown: {block.not_shown}"] if block.not_shown else []
             lines += [f"- When: {block.when} (`{block.file}`)\n"]
-            parts.append("\n".join(_linked(line) for line in lines))
+            parts.append("\n".join(_wrapped(_linked(line)) for line in lines))
     return "\n".join(parts)
 
 
@@ -200,6 +202,13 @@ def _linked(text: str) -> str:
         return f"[{'more' if anchor else page.rpartition('/')[2]}]({there}{anchor or ''})"
 
     return re.sub(r"\bdocs/([\w/-]+\.md)(#[\w-]+)?", link, text)
+
+
+def _wrapped(text: str) -> str:
+    """A paragraph, or an entry of a list, in lines of prose. A line break at its end stays."""
+    indent = "  " if text.startswith("- ") else ""
+    lines = textwrap.fill(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines + "\n" * text.endswith("\n")
 
 
 def faults_page(page: str) -> str:
