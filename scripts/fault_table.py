@@ -3,8 +3,9 @@
     lockstep verify --model NAME_DIR_OR_ID --self-test --json self_test.json
     python scripts/fault_table.py self_test.json
 
-The table stands between two marks in the page. It has one row per fault, and one column per way in which a run uses its
-generations.
+The table stands between two marks in the page. It has one row per proof, and one column per way in which a run uses its
+generations. A cell has the ids of the faults that the proof has caught in this way; in brackets stands how many optimizer steps were
+taken with the fault.
 """
 
 from __future__ import annotations
@@ -19,23 +20,29 @@ BEGIN, END = "<!-- faults in runs: scripts/fault_table.py -->", "<!-- end of fau
 
 
 def table(verdicts: list[dict[str, Any]]) -> str:
-    """The table in Markdown. A fault that no way of the file could inject has no row."""
-    ways = list(dict.fromkeys(v["way"] for v in verdicts if v["way"]))
-    cells = {(v["id"], v["way"]): cell(v) for v in verdicts if v["way"]}
-    names = {v["id"]: v["what"] for v in verdicts if v["way"] and v["id"] != "-"}
-    shown = [name for name in names if any(not cells[name, way].startswith("left out") for way in ways)]
-    lines = [f"| fault | injected | {' | '.join(ways)} |", f"|---|---|{'---|' * len(ways)}"]
-    lines += [f"| {name} | {names[name]} | {' | '.join(cells[name, way] for way in ways)} |" for name in shown]
+    """The table in Markdown. A fault that no way of the file could inject is in no row."""
+    run = [v for v in verdicts if v["way"] and v["id"] != "-"]
+    ways = list(dict.fromkeys(v["way"] for v in run))
+    injected = {v["id"] for v in run if not v["skipped"]}
+    cells: dict[str, dict[str, list[str]]] = {}
+    for verdict in run:
+        if verdict["id"] in injected:
+            cells.setdefault(outcome(verdict), {way: [] for way in ways})[verdict["way"]].append(named(verdict))
+    lines = [f"| caught by | {' | '.join(ways)} |", f"|---|{'---|' * len(ways)}"]
+    lines += [f"| {name} | {' | '.join(', '.join(cell) or '–' for cell in row.values())} |" for name, row in cells.items()]
     return "\n".join(lines)
 
 
-def cell(verdict: dict[str, Any]) -> str:
-    """Which proof caught the fault, and after how many optimizer steps that were taken with it."""
+def outcome(verdict: dict[str, Any]) -> str:
+    """Which proof caught the fault, or why it was not injected in this way."""
     if verdict["skipped"]:
         return f"left out: {verdict['skipped']}"
-    if not verdict["caught_by"]:
-        return "**not caught**"
-    return f"`{verdict['caught_by']}`, {verdict['steps']}"
+    return f"`{verdict['caught_by']}`" if verdict["caught_by"] else "**not caught**"
+
+
+def named(verdict: dict[str, Any]) -> str:
+    """The id of a fault, and how many optimizer steps were taken with it before a proof caught it."""
+    return f"{verdict['id']} ({verdict['steps']})" if verdict["caught_by"] and not verdict["skipped"] else verdict["id"]
 
 
 def main() -> None:
