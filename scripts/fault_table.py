@@ -4,8 +4,8 @@
     python scripts/fault_table.py self_test.json
 
 The table stands between two marks in the page. It has one row per proof, and one column per way in which a run uses its
-generations. A cell has the ids of the faults that the proof has caught in this way; in brackets stands how many optimizer steps were
-taken with the fault.
+generations. A cell has the ids of the faults that the proof has caught in this way. Where more than one optimizer step was taken with
+the fault, their number stands in brackets.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def outcome(verdict: dict[str, Any]) -> str:
 
 
 def named(verdict: dict[str, Any]) -> str:
-    """The id of a fault, and how many optimizer steps were taken with it before a proof caught it."""
-    return f"{verdict['id']} ({verdict['steps']})" if verdict["caught_by"] and not verdict["skipped"] else verdict["id"]
+    """The id of a fault, and how many optimizer steps were taken with it, if there was more than one."""
+    return f"{verdict['id']} ({verdict['steps']})" if verdict["steps"] > 1 else verdict["id"]
 
 
 def main() -> None:
