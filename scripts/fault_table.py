@@ -29,7 +29,9 @@ def table(verdicts: list[dict[str, Any]]) -> str:
         if verdict["id"] in injected:
             cells.setdefault(outcome(verdict), {way: [] for way in ways})[verdict["way"]].append(named(verdict))
     lines = [f"| caught by | {' | '.join(ways)} |", f"|---|{'---|' * len(ways)}"]
-    lines += [f"| {name} | {' | '.join(', '.join(cell) or '–' for cell in row.values())} |" for name, row in cells.items()]
+    for name, row in cells.items():
+        first, *others = (", ".join(cell) or "–" for cell in row.values())
+        lines.append(f"| {name} | {' | '.join([first, *('the same' if cell == first else cell for cell in others)])} |")
     return "\n".join(lines)
 
 
