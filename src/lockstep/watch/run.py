@@ -189,7 +189,8 @@ class RunWatch:
             config.completions_per_micro_batch,
             own_forward=config.single_update,
         )
-        self.expected = advantage_proof(self._objective, generation.groups, sequences)
+        weights = self._settings.wanted.reward_weights
+        self.expected = advantage_proof(self._objective, generation.groups, sequences, weights)
         if scored is not None:
             # Where the generation is used for one step only, that step's own forward gives the receipt's line.
             evidence, record = kept(scored.evidence), not config.single_update
