@@ -1694,6 +1694,12 @@ MUTATIONS = [
     Mutation(
         "rewards with other weights", "        if not agrees:", "        if False:", SETTINGS, within="check_reward"
     ),
+    Mutation(
+        "advantages of the rewards that the run has made",
+        "{c.name: weighted_sum(list(c.scores), reward_weights) for c in completions}",
+        "{c.name: weighted_sum(list(c.scores), ()) for c in completions}",
+        "'tests/parity/step/test_losses.py::test_the_weights_that_the_user_has_asked_for_are_in_the_expected_advantages'",
+    ),
     Mutation("log-probs at another temperature", "off.mean() <= mean and off.max() <= largest", "True", SETTINGS),
     Mutation("thinking that is never interrupted", "if len(ids) > latest and not", "if False and not", SETTINGS),
     Mutation(
@@ -2157,6 +2163,12 @@ MUTATIONS = [
         "yes and no of a config file are booleans",
         'if tag != _BOOL or first in "tTfF"]',
         "if True]",
+        "tests/cli/test_arguments.py",
+    ),
+    Mutation(
+        "a config in Python says nothing of a removed field's replacement",
+        "for name in given.keys() & INSTEAD.keys():",
+        "for name in ():",
         "tests/cli/test_arguments.py",
     ),
     Mutation(
