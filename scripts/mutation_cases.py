@@ -2155,6 +2155,12 @@ MUTATIONS = [
         "tests/cli/test_arguments.py",
     ),
     Mutation(
+        "a config in Python says nothing of a removed field's replacement",
+        "for name in given.keys() & INSTEAD.keys():",
+        "for name in ():",
+        "tests/cli/test_arguments.py",
+    ),
+    Mutation(
         "rows that have ended run past the model's positions",
         "or longest + budget > self._max_model_len",
         "",

@@ -627,7 +627,7 @@ def by_ledger(environments: list[Any], **_: Any) -> list[float]:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"max_staleness": 1}, pytest.param({"overlap_rewards": True}, marks=pytest.mark.release)],
+    [{}, {"max_staleness": 1}],
     ids=str,
 )
 def test_an_environment_and_the_rewards_that_read_it_share_a_thread(fields: dict[str, Any], make: Make) -> None:

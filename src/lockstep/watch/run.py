@@ -115,7 +115,6 @@ class RunWatch:
             engine.decode,
             self._config.reward_timeout,
             wanted=self._config.recheck_rewards,
-            by_group=self._config.overlap_rewards,
         )
         # Of the generation: what must enter the loss, from its seals and from the method's definition.
         self._generation: Generation | None = None

@@ -26,7 +26,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "reward": (
         "reward_funcs", "reward_model_path", "reward_weights", "reward_timeout", "rehearse_rewards", "recheck_rewards",
-        "overlap_rewards", "max_unscored_generations", "missing_eos_penalty", "reward_clip_range",
+        "max_unscored_generations", "missing_eos_penalty", "reward_clip_range",
     ),
     "tools": (
         "tools", "environment_factory", "rollout_func", "max_tool_calling_iterations", "tool_timeout", "tool_threads",

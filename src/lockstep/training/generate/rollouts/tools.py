@@ -77,11 +77,6 @@ class RolloutTools:
         if factory is not None:
             made = Environments(factory, self.calls)
             self._share_a_thread = made.share_a_thread
-            if config.overlap_rewards and ranks.owner:
-                _logger.warning(
-                    "overlap_rewards has no effect with environments: reward functions run in the environments' thread, after "
-                    "sampling"
-                )
             self.calls.process = _unprocessed
             # Only the owner makes environments.
             self._environments = made if ranks.owner else None
