@@ -1,4 +1,4 @@
-"""Prints one short line per log, for a trainer in a script: what the command line prints where it has no terminal.
+"""Prints one short line per log, for a trainer in a script or a notebook: what the command line prints where it has no terminal.
 
 Comes from: the trainer's logs. `run/trainers/online.py` adds it, unless the user asks for transformers' progress bar
 (`disable_tqdm=False`). A terminal shows the live view instead.
