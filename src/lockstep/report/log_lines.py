@@ -20,7 +20,8 @@ class LogLines(TrainerCallback):
 
     def __init__(self) -> None:
         self._began, self._first_step, self._reward = 0.0, 0, float("nan")
-        self._console = Terminal()
+        # In a notebook, rich would make a block of HTML of every line.
+        self._console = Terminal(force_jupyter=False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began, self._first_step = time.monotonic(), state.global_step
