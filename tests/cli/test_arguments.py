@@ -127,6 +127,7 @@ ADVICE = {
     "dtype": "engine_dtype",
     "torch_dtype": "bf16",
     "overlap_rewards": "it was removed; max_staleness has its purpose",
+    "renderer": "it was removed: the model's chat template makes the ids",
 }
 
 

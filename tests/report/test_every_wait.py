@@ -46,11 +46,11 @@ SILENT = {
     "a thread or loop that waits for its next work": """
         threads.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
         environments/verifiers.py::VerifiersAgent._read gateway/streams.py::Heard.begins gateway/streams.py::Heard.until
-        gateway/web.py::_wait report/heartbeat.py::Heartbeat._run report/notebook.py::NotebookView._draw_until_end
+        gateway/web.py::_wait report/heartbeat.py::Heartbeat._run
         report/waits.py::Waits._run threads.py::_limit.watch""",
     "it lasts at most a few seconds": """
         threads.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy gateway/agents.py::Agent._execute
-        gateway/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop report/notebook.py::NotebookView.stop
+        gateway/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop
         rollouts/driver.py::Driver._settle rollouts/programs/tools.py::ToolCalls.settled
         rollouts/programs/workers.py::_gives_way threads.py::_limit
         server/supervisor.py::Supervisor._sleep sync/wire/groups/meeting.py::own_address""",

@@ -92,6 +92,8 @@ INSTEAD = {
     ),
     "overlap_rewards": "it was removed; max_staleness has its purpose: a server samples later generations while rewards are "
     "computed",
+    "renderer": "it was removed: the model's chat template makes the ids between turns, and tool_format says how tool calls are "
+    "written",
 }
 
 

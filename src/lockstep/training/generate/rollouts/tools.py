@@ -153,7 +153,6 @@ class RolloutTools:
                 tools=[*own, *schemas],
                 tool_format=self._config.tool_format,
                 placeholder=images.placeholder if images is not None else None,
-                renderer=self._config.renderer,
             )
             for name, schemas in (kinds or {None: ()}).items()
         }
