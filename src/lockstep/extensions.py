@@ -1,0 +1,48 @@
+"""What the core asks of extras by name: where each thing stands, as `module:attribute`. It is imported when a run asks for it.
+
+An extra is a folder of `lockstep.extras`. It may import everything, and nothing of the core imports it. A run that asks for no extra
+needs none of their packages.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from lockstep.errors import InputError
+
+# Commands of the command line: a function that takes the words after the command, and returns the exit code.
+COMMANDS: dict[str, str] = {}
+# What rolls out instead of the plain program, by the trainer's argument that asks for it.
+PROGRAMS: dict[str, str] = {}
+# Engines that need more than the core knows, by the setting that asks for them.
+ENGINES: dict[str, str] = {}
+# Ways of weights to an engine, by the setting that asks for them.
+PUSHES: dict[str, str] = {}
+
+# The extra of `pip install 'lockstep-rl[EXTRA]'` that brings the packages of a folder of `lockstep.extras`.
+_PIP_EXTRAS = {
+    "agents": "gateway",
+    "environments": "textarena",
+    "deepspeed": "deepspeed",
+}
+
+
+def load(place: str) -> Any:
+    """What stands at `module:attribute`.
+
+    Raises:
+        InputError: a package that the extra needs is not installed.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        folder = module.removeprefix("lockstep.extras.").partition(".")[0]
+        missing = (error.name or "").partition(".")[0]
+        if missing == "lockstep" or folder not in _PIP_EXTRAS:
+            raise
+        raise InputError(
+            f"lockstep.extras.{folder} needs {missing}, which is not installed: pip install "
+            f"'lockstep-rl[{_PIP_EXTRAS[folder]}]'"
+        ) from error
