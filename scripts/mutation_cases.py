@@ -45,7 +45,7 @@ EXPERTS = "tests/models/test_checkpoint_names.py"
 ROUTER_CUTS = "tests/training/test_router_loss.py::test_the_cut_of_a_step_does_not_change_a_gradient_or_the_logged_loss"
 SHARDS = "tests/shards/test_model.py"
 ZERO = "tests/shards/test_zero_weights.py"
-ZERO_SETTINGS = "tests/shards/test_zero_settings.py"
+ZERO_SETTINGS = "tests/extras/deepspeed/test_zero_settings.py"
 ADVANTAGES = "tests/algorithms/test_advantages.py"
 CORRECTIONS = "tests/algorithms/test_corrections.py"
 POLICY = "tests/algorithms/test_policy_loss.py"
@@ -3269,10 +3269,9 @@ MUTATIONS = [
     ),
     Mutation(
         "accelerate wraps the model a second time",
-        "environment.pop(_SWITCH, None) is not None",
-        "_SWITCH in environment",
+        '    switch_off("FSDP", environment)\n',
+        "",
         "tests/shards/test_shard_settings.py",
-        within="take_settings",
     ),
     Mutation(
         "FSDP1 is taken for FSDP2",
@@ -3354,10 +3353,9 @@ MUTATIONS = [
     ),
     Mutation(
         "accelerate's own DeepSpeed plugin stays on",
-        "environment.pop(_SWITCH, None) is not None",
-        "_SWITCH in environment",
+        '    switch_off("DEEPSPEED", environment)\n',
+        "",
         ZERO_SETTINGS,
-        within="take_zero_settings",
     ),
     Mutation(
         "DeepSpeed's offload to host memory is taken, and does nothing",

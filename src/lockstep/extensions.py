@@ -13,6 +13,8 @@ from lockstep.errors import InputError
 
 # Commands of the command line: a function that takes the words after the command, and returns the exit code.
 COMMANDS: dict[str, str] = {}
+# Libraries that shard models, by the argument that asks: what reads their configuration (a `Sharding` of `shards/settings.py`).
+SHARDINGS: dict[str, str] = {"deepspeed": "lockstep.extras.deepspeed.settings:take_zero_settings"}
 # What rolls out instead of the plain program, by the trainer's argument that asks for it.
 PROGRAMS: dict[str, str] = {}
 # Engines that need more than the core knows, by the setting that asks for them.

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import PreTrainedModel
 
 from lockstep.errors import LockstepError
+from lockstep.extras.deepspeed import deepspeed_parts
 from lockstep.shards.parts import is_sharded, local_part
 from lockstep.shards.passes import Passes
-from lockstep.shards.zero import deepspeed_parts
 
 # A module and the name of one of its parameters.
 Places = list[tuple[torch.nn.Module, str]]

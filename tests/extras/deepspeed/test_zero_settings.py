@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of TrainingArguments and of accelerate's environment, as `lockstep.shards.zero.settings` reads it."""
+"""What is taken of the DeepSpeed configuration of TrainingArguments or of accelerate's environment, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import InputError
-from lockstep.shards.zero.settings import check_values, take_zero_settings
+from lockstep.extras.deepspeed.settings import take_zero_settings
 
 STAGE = {"zero_optimization": {"stage": 3}}
 # What `accelerate launch` sets for a file as TRL's deepspeed_zero3.yaml.
@@ -96,7 +96,7 @@ def test_the_usual_configuration_is_taken_as_a_path_as_a_dict_and_as_json(tmp_pa
         assert settings is not None
         assert settings.shards
         assert settings.field == given
-        check_values(settings, Fields())
+        settings.check_values(Fields())
 
 
 def test_accelerate_s_environment_asks_for_shards_and_its_own_plugin_is_switched_off_for_good() -> None:
@@ -107,7 +107,7 @@ def test_accelerate_s_environment_asks_for_shards_and_its_own_plugin_is_switched
         assert settings is not None
         assert settings.shards
         assert settings.field is None
-        check_values(settings, Fields())
+        settings.check_values(Fields())
         assert "ACCELERATE_USE_DEEPSPEED" not in environment
 
 
@@ -213,7 +213,7 @@ def test_a_value_that_differs_from_the_run_s_own_is_refused(changes: dict[str, A
     settings = take_zero_settings(merged(USUAL, changes), {})
     assert settings is not None
     with pytest.raises(InputError, match=said):
-        check_values(settings, Fields())
+        settings.check_values(Fields())
 
 
 def test_values_that_are_the_run_s_own_are_taken() -> None:
@@ -223,14 +223,14 @@ def test_values_that_are_the_run_s_own_are_taken() -> None:
         merged(USUAL, same | {"optimizer": {"params": {"lr": 1e-6, "betas": [0.9, 0.999]}}}), {}
     )
     assert settings is not None
-    check_values(settings, Fields())
+    settings.check_values(Fields())
 
 
 def test_an_optimizer_of_the_configuration_and_another_one_of_the_run_contradict_each_other() -> None:
     settings = take_zero_settings(USUAL, {})
     assert settings is not None
     with pytest.raises(InputError, match="asks for AdamW, and optim is sgd"):
-        check_values(settings, Fields(optim="sgd"))
+        settings.check_values(Fields(optim="sgd"))
 
 
 @pytest.mark.parametrize("given", ["/no/such.json", "{broken", "[1]"])

@@ -6,8 +6,6 @@ it.
 
 from __future__ import annotations
 
-import importlib.metadata
-import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,26 +17,6 @@ import torch.distributed as dist
 
 from lockstep.errors import InputError
 from lockstep.report.waits import waiting
-
-_logger = logging.getLogger(__name__)
-# The version whose names are used here: `ds_tensor`, `ds_status`, `all_gather_coalesced` and `partition` of a parameter.
-TESTED = "0.19.8"
-
-
-def check_installed() -> None:
-    """Check that DeepSpeed is there, without importing it. Another version than the tested one gets a warning.
-
-    Raises:
-        InputError: it is not installed.
-    """
-    try:
-        found = importlib.metadata.version("deepspeed")
-    except importlib.metadata.PackageNotFoundError:
-        raise InputError(
-            "DeepSpeed is asked for, and it is not installed: pip install 'lockstep-rl[deepspeed]', or use FSDP2 (fsdp=True)"
-        ) from None
-    if found != TESTED:
-        _logger.warning(f"DeepSpeed {found} is installed, and ZeRO-3 has been tested with {TESTED} only")
 
 
 def begin(device: torch.device) -> None:

@@ -10,9 +10,9 @@ import pytest
 CODE = """
 import sys
 import lockstep.cli.main
-import lockstep.shards.zero.weights
+import lockstep.extras.deepspeed.weights
 import lockstep.run.trainers.grpo
-from lockstep.shards.zero.settings import take_zero_settings
+from lockstep.extras.deepspeed.settings import take_zero_settings
 
 try:
     take_zero_settings({"zero_optimization": {"stage": 3}}, {})

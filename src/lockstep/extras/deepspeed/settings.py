@@ -1,23 +1,29 @@
 """The user's DeepSpeed configuration: TrainingArguments' `deepspeed`, or the environment of `accelerate launch`.
 
 accelerate's own DeepSpeed plugin would put DeepSpeed's engine and optimizer beside the proofs. So `take_zero_settings` reads what
-it would read, and switches it off: `shards/zero/weights.py` then lets DeepSpeed shard the model. `check_values` compares the
+it would read, and switches it off: `extras/deepspeed/weights.py` then lets DeepSpeed shard the model. `check_values` compares the
 configuration with the fields of the run, as transformers does: "auto" is the field's value, and another value must be equal to it.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import logging
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import InputError
 from lockstep.homes import expanded
-from lockstep.shards.zero.deepspeed_parts import check_installed
+from lockstep.shards.settings import switch_off, switched_on
 
-# accelerate's switch, and the one that takes its place in the environment once it was read.
-_SWITCH, _TAKEN = "ACCELERATE_USE_DEEPSPEED", "LOCKSTEP_USE_DEEPSPEED"
+if TYPE_CHECKING:
+    from lockstep.shards.model import Shard
+
+_logger = logging.getLogger(__name__)
+# The version whose names are used: `ds_tensor`, `ds_status`, `all_gather_coalesced` and `partition` of a parameter.
+TESTED = "0.19.8"
 _PREFIX = "ACCELERATE_DEEPSPEED_"
 _NOWHERE = (None, "", "none")
 _ALONE = "weights, gradients and moments stay on their rank's device; leave it out"
@@ -83,6 +89,7 @@ class ZeroSettings:
     found: dict[str, Any]
     source: str
     field: Any
+    title = "DeepSpeed ZeRO-3"
 
     @property
     def shards(self) -> bool:
@@ -100,6 +107,41 @@ class ZeroSettings:
             "whole: the results are the same, and the memory is that of stage 0. To save memory, use stage 3"
         )
 
+    @property
+    def weights(self) -> Shard:
+        """What shards a model. It imports DeepSpeed when it is called."""
+        from lockstep.extras.deepspeed.weights import ZeroWeights
+
+        return ZeroWeights
+
+    def check_values(self, fields: RunFields) -> None:
+        """Compare the configuration with the run's fields. "auto" stands for the field's value.
+
+        Raises:
+            InputError: a value differs from the run's own. The error names both.
+        """
+        micro, steps = fields.per_device_train_batch_size, fields.gradient_accumulation_steps
+        optimizer = str(getattr(fields.optim, "value", fields.optim))
+        for name, due, field in (
+            ("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size"),
+            ("gradient_accumulation_steps", steps, "gradient_accumulation_steps"),
+            ("train_batch_size", micro * steps * fields.world_size, "per_device_train_batch_size × steps × processes"),
+            ("gradient_clipping", fields.max_grad_norm, "max_grad_norm"),
+            ("bf16.enabled", bool(fields.bf16), "bf16"),
+            ("torch_autocast.enabled", bool(fields.bf16), "bf16"),
+            ("optimizer.params.lr", fields.learning_rate, "learning_rate"),
+            ("optimizer.params.betas", [fields.adam_beta1, fields.adam_beta2], "adam_beta1, adam_beta2"),
+            ("optimizer.params.eps", fields.adam_epsilon, "adam_epsilon"),
+            ("optimizer.params.weight_decay", fields.weight_decay, "weight_decay"),
+        ):
+            given = _value(self.found, name, "auto")
+            if given != "auto" and (list(given) if isinstance(given, tuple) else given) != due:
+                raise InputError(
+                    f'{name}={given} ({self.source}), and {field} is {due}; give both the same value, or write "auto" for {name}'
+                )
+        if "optimizer" in self.found and not optimizer.startswith("adamw_torch"):
+            raise InputError(f"{self.source} asks for AdamW, and optim is {optimizer}; leave one of the two out")
+
 
 def take_zero_settings(deepspeed: Any, environment: MutableMapping[str, str]) -> ZeroSettings | None:
     """The user's configuration; None: nothing asks for DeepSpeed. accelerate's switch in the environment is replaced.
@@ -110,8 +152,7 @@ def take_zero_settings(deepspeed: Any, environment: MutableMapping[str, str]) ->
     Raises:
         InputError: a setting is not supported, or DeepSpeed is not installed. The error names the setting.
     """
-    switched = any(environment.get(name, "false").lower() in ("true", "1", "yes", "on") for name in (_SWITCH, _TAKEN))
-    if not deepspeed and not switched:
+    if not deepspeed and not switched_on("DEEPSPEED", environment):
         return None
     file = environment.get(f"{_PREFIX}CONFIG_FILE", "none")
     if deepspeed:
@@ -121,41 +162,27 @@ def take_zero_settings(deepspeed: Any, environment: MutableMapping[str, str]) ->
     else:
         found, source = _of_environment(environment), "accelerate's environment"
     _check(found, source)
-    if environment.pop(_SWITCH, None) is not None:
-        environment[_TAKEN] = "true"
+    switch_off("DEEPSPEED", environment)
     settings = ZeroSettings(found, source, deepspeed or None)
     if settings.shards:
         check_installed()
     return settings
 
 
-def check_values(settings: ZeroSettings, fields: RunFields) -> None:
-    """Compare the configuration with the run's fields. "auto" stands for the field's value.
+def check_installed() -> None:
+    """Check that DeepSpeed is there, without importing it. Another version than the tested one gets a warning.
 
     Raises:
-        InputError: a value differs from the run's own. The error names both.
+        InputError: it is not installed.
     """
-    micro, steps = fields.per_device_train_batch_size, fields.gradient_accumulation_steps
-    optimizer = str(getattr(fields.optim, "value", fields.optim))
-    for name, due, field in (
-        ("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size"),
-        ("gradient_accumulation_steps", steps, "gradient_accumulation_steps"),
-        ("train_batch_size", micro * steps * fields.world_size, "per_device_train_batch_size × steps × processes"),
-        ("gradient_clipping", fields.max_grad_norm, "max_grad_norm"),
-        ("bf16.enabled", bool(fields.bf16), "bf16"),
-        ("torch_autocast.enabled", bool(fields.bf16), "bf16"),
-        ("optimizer.params.lr", fields.learning_rate, "learning_rate"),
-        ("optimizer.params.betas", [fields.adam_beta1, fields.adam_beta2], "adam_beta1, adam_beta2"),
-        ("optimizer.params.eps", fields.adam_epsilon, "adam_epsilon"),
-        ("optimizer.params.weight_decay", fields.weight_decay, "weight_decay"),
-    ):
-        given = _value(settings.found, name, "auto")
-        if given != "auto" and (list(given) if isinstance(given, tuple) else given) != due:
-            raise InputError(
-                f'{name}={given} ({settings.source}), and {field} is {due}; give both the same value, or write "auto" for {name}'
-            )
-    if "optimizer" in settings.found and not optimizer.startswith("adamw_torch"):
-        raise InputError(f"{settings.source} asks for AdamW, and optim is {optimizer}; leave one of the two out")
+    try:
+        found = importlib.metadata.version("deepspeed")
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError(
+            "DeepSpeed is asked for, and it is not installed: pip install 'lockstep-rl[deepspeed]', or use FSDP2 (fsdp=True)"
+        ) from None
+    if found != TESTED:
+        _logger.warning(f"DeepSpeed {found} is installed, and ZeRO-3 has been tested with {TESTED} only")
 
 
 def _read(given: Any) -> dict[str, Any]:
