@@ -17,7 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 import numpy as np
 
@@ -26,10 +26,7 @@ from lockstep.errors import InputError
 from lockstep.kill_at_exit import kill_group, of_users_code
 from lockstep.report.waits import waiting
 from lockstep.rollouts.call_fits import not_callable_as
-
-Reward: TypeAlias = float | None
-# agent(base_url, api_key, row) -> reward or None
-AgentFunction = Callable[[str, str, dict[str, Any]], Reward | Awaitable[Reward]]
+from lockstep.training.config.fields.agents import AgentFunction, Reward
 
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 # Bytes of a command's output that an error shows and in which the reward is looked for.

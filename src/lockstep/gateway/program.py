@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lockstep.errors import InputError
-from lockstep.gateway.agents import Agent, AgentFailed, Reward
+from lockstep.gateway.agents import Agent, AgentFailed
 from lockstep.gateway.recording import Recording
 from lockstep.gateway.refusals import bad_value
 from lockstep.gateway.web import Gateway
@@ -21,6 +21,7 @@ from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import with_image_urls
 from lockstep.rollouts.conversation import Conversation
 from lockstep.tokens.conversation.extension import Extension
+from lockstep.training.config.fields.agents import Reward
 
 # The name under which the rewards that agents return are scored.
 AGENT_REWARD = "agent"
