@@ -13,17 +13,17 @@ from lockstep.errors import InputError
 
 # Commands of the command line: a function that takes the words after the command, and returns the exit code.
 COMMANDS: dict[str, str] = {
-    "gateway": "lockstep.cli.gateway:run",
-    "verify": "lockstep.cli.verify:run",
-    "audit": "lockstep.cli.audit:run",
+    "gateway": "lockstep.extras.agents.gateway_command:run",
+    "verify": "lockstep.extras.verify.verify_command:run",
+    "audit": "lockstep.extras.audit.audit_command:run",
 }
 # The dataclasses whose fields are those of a command.
 FIELDS: dict[str, tuple[str, ...]] = {
-    "gateway": ("lockstep.cli.gateway:GatewayArguments", "lockstep:GRPOConfig"),
-    "verify": ("lockstep.cli.verify:VerifyArguments", "lockstep.verify.stage:StageConfig"),
+    "gateway": ("lockstep.extras.agents.gateway_command:GatewayArguments", "lockstep:GRPOConfig"),
+    "verify": ("lockstep.extras.verify.verify_command:VerifyArguments", "lockstep.extras.verify.stage:StageConfig"),
 }
 # What rolls out instead of the plain program, by the trainer's argument that asks for it.
-PROGRAMS: dict[str, str] = {"agent": "lockstep.training.generate.rollouts.agents:RolloutAgents"}
+PROGRAMS: dict[str, str] = {"agent": "lockstep.extras.agents.rollout_agents:RolloutAgents"}
 # Engines that need more than the core knows, by the setting that asks for them.
 ENGINES: dict[str, str] = {}
 # Ways of weights to an engine, by the setting that asks for them.

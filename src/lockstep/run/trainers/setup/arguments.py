@@ -54,8 +54,8 @@ def rollout_tools(
     """The tools and environments of a trainer, or its agents; None if it has none.
 
     Raises:
-        InputError: as in `RolloutTools`; the agent is none; or a `rollout_func` is given beside them, with generations ahead, or with
-            filters that need kept ids; or an agent beside others; or a setting counts the tokens of one call to the engine.
+        InputError: as in `RolloutTools`; the agent is none; or a `rollout_func` is given beside them, with generations ahead,
+            or with filters that need kept ids; or an agent beside others; or a setting counts the tokens of one call to the engine.
     """
     acting = bool(tools) or environment_factory is not None
     if agent is not None:
