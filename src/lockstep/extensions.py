@@ -1,7 +1,7 @@
-"""What the core asks of extras by name: where each thing stands, as `module:attribute`. It is imported when a run asks for it.
+"""What the core asks of extras by name: where each thing stands, as `module:attribute`. It is imported when it is asked for.
 
-An extra is a folder of `lockstep.extras`. It may import everything, and nothing of the core imports it. A run that asks for no extra
-needs none of their packages.
+An extra is a folder of `lockstep.extras`. It may import everything, and nothing of the core imports it. A run that asks for no
+extra needs none of their packages.
 """
 
 from __future__ import annotations
@@ -12,11 +12,20 @@ from typing import Any
 from lockstep.errors import InputError
 
 # Commands of the command line: a function that takes the words after the command, and returns the exit code.
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "gateway": "lockstep.extras.agents.gateway_command:run",
+    "verify": "lockstep.extras.verify.verify_command:run",
+    "audit": "lockstep.extras.audit.audit_command:run",
+}
+# The dataclasses whose fields are those of a command.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "gateway": ("lockstep.extras.agents.gateway_command:GatewayArguments", "lockstep:GRPOConfig"),
+    "verify": ("lockstep.extras.verify.verify_command:VerifyArguments", "lockstep.extras.verify.stage:StageConfig"),
+}
+# What rolls out instead of the plain program, by the trainer's argument that asks for it.
+PROGRAMS: dict[str, str] = {"agent": "lockstep.extras.agents.rollout_agents:RolloutAgents"}
 # Libraries that shard models, by the argument that asks: what reads their configuration (a `Sharding` of `shards/settings.py`).
 SHARDINGS: dict[str, str] = {"deepspeed": "lockstep.extras.deepspeed.settings:take_zero_settings"}
-# What rolls out instead of the plain program, by the trainer's argument that asks for it.
-PROGRAMS: dict[str, str] = {}
 # Engines that need more than the core knows, by the setting that asks for them.
 ENGINES: dict[str, str] = {}
 # Ways of weights to an engine, by the setting that asks for them.

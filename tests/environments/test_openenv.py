@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from other_pythons import needs, python_with
 
-from lockstep.environments.openenv import server
+from lockstep.extras.environments.openenv import server
 from lockstep.rollouts.programs.content import Content
 from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
 from lockstep.rollouts.programs.tools import ToolCalls

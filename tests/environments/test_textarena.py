@@ -23,8 +23,8 @@ from tokenizers import AddedToken
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.environments.textarena import game
 from lockstep.errors import InputError
+from lockstep.extras.environments.textarena import game
 from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
 from lockstep.rollouts.programs.tools import ToolCalls
 

@@ -12,8 +12,8 @@ from datasets import Dataset
 from other_pythons import needs, python_with
 
 import lockstep
-from lockstep.environments.verifiers import VerifiersAgent, environment
 from lockstep.errors import InputError
+from lockstep.extras.environments.verifiers import VerifiersAgent, environment
 
 FILE = Path(__file__).with_name("verifiers_environment.py")
 PYTHON = str(python_with("verifiers"))

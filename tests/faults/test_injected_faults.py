@@ -19,14 +19,14 @@ from rich.console import Console
 from stages import in_small_parts, stage_on
 
 from lockstep.contract.tensors import LoadedWeights
+from lockstep.extras.selftest import backward, learned, learning, losses
+from lockstep.extras.selftest.ends import even_chance
+from lockstep.extras.selftest.filters import samples_with
+from lockstep.extras.selftest.seams import REACH, Fault, Patch, is_vllm
+from lockstep.extras.selftest.self_test import FAULTS, Verdict, print_verdicts, run_self_test, verdict_of
+from lockstep.extras.verify.run_checks import recover
+from lockstep.extras.verify.stage import Stage
 from lockstep.tokens.end import end_ids
-from lockstep.verify.faults import backward, learned, learning, losses
-from lockstep.verify.faults.ends import even_chance
-from lockstep.verify.faults.filters import samples_with
-from lockstep.verify.faults.seams import REACH, Fault, Patch, is_vllm
-from lockstep.verify.run import recover
-from lockstep.verify.self_test import FAULTS, Verdict, print_verdicts, run_self_test, verdict_of
-from lockstep.verify.stage import Stage
 from lockstep.watch.rescoring import completion_logps
 
 NO_FAULT = Fault("none", "no fault at all", lambda stage: nullcontext())

@@ -8,10 +8,11 @@ import pytest
 from conftest import VLLM
 from stages import stage_on
 
-from lockstep.verify.faults import logprobs, steps, tokens, weights
-from lockstep.verify.faults.seams import vllm_worker
-from lockstep.verify.logprob_checks import parity_by_dtype, semantics
-from lockstep.verify.self_test import QUANTISED_FAULTS, run_self_test
+from lockstep.extras.selftest import logprobs, steps, tokens
+from lockstep.extras.selftest import weight_faults as weights
+from lockstep.extras.selftest.seams import vllm_worker
+from lockstep.extras.selftest.self_test import QUANTISED_FAULTS, run_self_test
+from lockstep.extras.verify.logprob_checks import parity_by_dtype, semantics
 
 pytestmark = VLLM
 CAUGHT_BY = {

@@ -14,10 +14,10 @@ from tiny import END, make_tokenizer
 from lockstep.contract.inbox import Inbox
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.gateway.agents import Agent
-from lockstep.gateway.parameters import RunLimits
-from lockstep.gateway.program import AgentProgram, Extensions
-from lockstep.gateway.web import Gateway
+from lockstep.extras.agents.agent_program import AgentProgram, Extensions
+from lockstep.extras.agents.agents import Agent
+from lockstep.extras.agents.parameters import RunLimits
+from lockstep.extras.agents.web import Gateway
 from lockstep.rollouts.driver import Driver, Start
 from lockstep.rollouts.group import Prompt, Rollout
 from lockstep.watch.turns import Record

@@ -10,9 +10,9 @@ import pytest
 from draws import hold
 from hypothesis import strategies as st
 
-from lockstep.gateway.calls import Partial
-from lockstep.gateway.partial import certain_part
-from lockstep.gateway.wishes import Wishes
+from lockstep.extras.agents.calls import Partial
+from lockstep.extras.agents.partial import certain_part
+from lockstep.extras.agents.wishes import Wishes
 from lockstep.rollouts.driver import decoding
 from lockstep.tokens.arrays import Ids
 

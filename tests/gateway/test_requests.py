@@ -13,12 +13,13 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from lockstep.contract.sampling import Sampling
-from lockstep.gateway import chat, responses
-from lockstep.gateway.calls import Answer, AnsweredCall
-from lockstep.gateway.joining import KnownTurn, Turns
-from lockstep.gateway.parameters import RunLimits
-from lockstep.gateway.refusals import Refused
-from lockstep.gateway.streams import SentText
+from lockstep.extras.agents import chat_completions as chat
+from lockstep.extras.agents import responses
+from lockstep.extras.agents.calls import Answer, AnsweredCall
+from lockstep.extras.agents.joining import KnownTurn, Turns
+from lockstep.extras.agents.parameters import RunLimits
+from lockstep.extras.agents.refusals import Refused
+from lockstep.extras.agents.streams import SentText
 
 LIMITS = RunLimits("tiny", Sampling(max_tokens=8, temperature=0.7, stop=("END",)))
 HELLO = {"role": "user", "content": "hello"}

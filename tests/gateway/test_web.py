@@ -19,10 +19,10 @@ from openai import OpenAI
 
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, LockstepError
-from lockstep.gateway.calls import Answer, Call, Listener, Partial
-from lockstep.gateway.parameters import RunLimits
-from lockstep.gateway.refusals import Refused, no_room
-from lockstep.gateway.web import LARGEST_BODY, Gateway
+from lockstep.extras.agents.calls import Answer, Call, Listener, Partial
+from lockstep.extras.agents.parameters import RunLimits
+from lockstep.extras.agents.refusals import Refused, no_room
+from lockstep.extras.agents.web import LARGEST_BODY, Gateway
 
 HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = Answer("a1", 7, "hi", None, (), "stop", 3, 2)
@@ -304,9 +304,9 @@ class TestConnections:
     @pytest.fixture
     def small(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
         """A gateway in a process that may open 400 files."""
-        monkeypatch.setattr("lockstep.gateway.connections.raise_file_limit", lambda: 400)
+        monkeypatch.setattr("lockstep.extras.agents.connections.raise_file_limit", lambda: 400)
         # No connection is closed because it is idle for long.
-        monkeypatch.setattr("lockstep.gateway.connections.HEAD_LIMIT", 10.0 * LIMIT)
+        monkeypatch.setattr("lockstep.extras.agents.connections.HEAD_LIMIT", 10.0 * LIMIT)
         made = Gateway(RunLimits("tiny", Sampling(max_tokens=8)))
         yield made
         made.close()
@@ -352,7 +352,7 @@ class TestConnections:
     def test_a_connection_without_a_whole_request_is_closed_in_time(
         self, gateway: Gateway, words: list[bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("lockstep.gateway.connections.HEAD_LIMIT", 0.5)
+        monkeypatch.setattr("lockstep.extras.agents.connections.HEAD_LIMIT", 0.5)
         with socket.create_connection(("127.0.0.1", gateway.port), timeout=0.05) as connection:
             deadline = time.monotonic() + LIMIT
             with suppress(ConnectionError):
@@ -364,7 +364,7 @@ class TestConnections:
                             break
 
     def test_a_connection_whose_answers_nobody_reads_is_closed_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lockstep.gateway.connections.HEAD_LIMIT", 0.5)
+        monkeypatch.setattr("lockstep.extras.agents.connections.HEAD_LIMIT", 0.5)
         listening = socket.create_server
 
         def with_small_buffers(*words: Any, **more: Any) -> socket.socket:
@@ -398,7 +398,7 @@ class TestConnections:
     def test_a_body_that_does_not_come_is_refused(
         self, gateway: Gateway, key: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("lockstep.gateway.web.BODY_LIMIT", 0.2)
+        monkeypatch.setattr("lockstep.extras.agents.web.BODY_LIMIT", 0.2)
         with socket.create_connection(("127.0.0.1", gateway.port), timeout=LIMIT) as connection:
             head = f"POST /rollouts/{key}/v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n"
             connection.sendall(head.encode())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lockstep.integrations.trl import LockstepGeneration
+from lockstep.extras.trl.vllm_generation import LockstepGeneration
 
 
 @dataclass

@@ -19,8 +19,8 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, Idefic
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, LockstepError
-from lockstep.integrations.trl import LockstepGeneration
-from lockstep.integrations.trl_pictures import TrlPictures
+from lockstep.extras.trl.trl_pictures import TrlPictures
+from lockstep.extras.trl.vllm_generation import LockstepGeneration
 from lockstep.rollouts.across_ranks.frames import decode, encode
 
 trl = pytest.importorskip("trl", reason="TRL is not installed here")

@@ -16,7 +16,7 @@ pytest.importorskip("trl", reason="TRL is not installed here")
 
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.errors import ProofError
-from lockstep.integrations.trl import LockstepGeneration
+from lockstep.extras.trl.vllm_generation import LockstepGeneration
 
 
 def test_the_interface_is_that_of_trl() -> None:

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
 from lockstep.errors import ProofError
+from lockstep.extras.selftest import logprobs, steps, tokens
+from lockstep.extras.selftest.seams import loads_instead
+from lockstep.extras.verify.stage import Stage
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
-from lockstep.verify.faults import logprobs, steps, tokens
-from lockstep.verify.faults.seams import loads_instead
-from lockstep.verify.stage import Stage
 from lockstep.watch.custody import SampledTokens
 from lockstep.watch.draws import DrawStats
 from lockstep.watch.gap import GapStats, GapTail, PooledGap, measure_gap

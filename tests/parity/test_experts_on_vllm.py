@@ -14,8 +14,8 @@ from stages import stage_on
 from benchmarks.proofs.expert_routing import measured_on
 from lockstep.contract.distribution import Distribution
 from lockstep.errors import ProofError
-from lockstep.verify.faults.weights import FAULTS
-from lockstep.verify.stage import Stage
+from lockstep.extras.selftest.weight_faults import FAULTS
+from lockstep.extras.verify.stage import Stage
 from lockstep.watch.gap_explained import Decomposition, decompose
 from lockstep.watch.tolerances import tolerance
 

@@ -273,8 +273,8 @@ def _raises(*_: Any) -> None:
 
 def stale(model: str, folder: Path) -> Any:
     """The fault of the self-test: what a forward gathers is not freed again."""
-    from lockstep.verify.faults.weights import FAULTS
-    from lockstep.verify.stage import Stage
+    from lockstep.extras.selftest.weight_faults import FAULTS
+    from lockstep.extras.verify.stage import Stage
 
     run = trainer("grpo-grpo", model, folder / "stale", num_iterations=1)
     (fault,) = [fault for fault in FAULTS if fault.id == "W11"]

@@ -12,10 +12,10 @@ from stages import stage_on
 from tiny import CONTEXT
 
 from lockstep.engines.transformers_engine import TransformersEngine
+from lockstep.extras.selftest.steps import FAULTS
+from lockstep.extras.verify.logprob_checks import accounting
+from lockstep.extras.verify.stage import Stage
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.verify.faults.steps import FAULTS
-from lockstep.verify.logprob_checks import accounting
-from lockstep.verify.stage import Stage
 
 SAMPLES = 3
 

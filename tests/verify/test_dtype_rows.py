@@ -8,7 +8,7 @@ import torch
 from model_families import save_family
 from stages import stage_on
 
-from lockstep.verify.logprob_checks import parity_by_dtype
+from lockstep.extras.verify.logprob_checks import parity_by_dtype
 
 
 def test_a_model_that_rounds_much_in_bfloat16_passes_in_float32(tmp_path: Path) -> None:

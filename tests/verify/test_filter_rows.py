@@ -14,9 +14,9 @@ from lockstep.contract.distribution import Distribution
 from lockstep.contract.filters import filtered
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
+from lockstep.extras.verify.logprob_checks import semantics_row
 from lockstep.models.autocast import Precision
 from lockstep.tokens.kept_ids import KeptIds
-from lockstep.verify.logprob_checks import semantics_row
 from lockstep.watch.rescoring import sequence_logits
 from lockstep.watch.tolerances import tolerance
 

@@ -15,13 +15,13 @@ from servers import KEY, free_port
 from tiny import make_model, make_tokenizer, save_model
 from transformers import AutoConfig
 
-import lockstep.verify.stage
+import lockstep.extras.verify.stage
 from lockstep.cli.main import main
-from lockstep.cli.verify import VerifyArguments, adapter_stage
+from lockstep.extras.selftest import self_test
+from lockstep.extras.verify.run_checks import CHECKS
+from lockstep.extras.verify.stage import stage_config
+from lockstep.extras.verify.verify_command import VerifyArguments, adapter_stage
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.verify import self_test
-from lockstep.verify.run import CHECKS
-from lockstep.verify.stage import stage_config
 
 ROWS = [
     "tokenizer guards",
@@ -305,7 +305,7 @@ def test_on_a_gpu_faults_of_adapters_meet_an_engine_in_half_precision(
 
     config = stage_config(str(tmp_path), bf16=False)
     assert config.engine_torch_dtype == torch.float32
-    monkeypatch.setattr(lockstep.verify.stage, "open_stage", recorded)
+    monkeypatch.setattr(lockstep.extras.verify.stage, "open_stage", recorded)
     for is_gpu, dtype in ((False, torch.float32), (True, torch.bfloat16)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_gpu=is_gpu: is_gpu)
         with adapter_stage(untied_dir, VerifyArguments(), config) as stage:

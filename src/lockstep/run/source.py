@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -41,16 +41,12 @@ from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
 from lockstep.training.generate.rollouts.function import RolloutFunction
-from lockstep.training.generate.rollouts.tools import RolloutTools
+from lockstep.training.generate.rollouts.tools import Acting
 from lockstep.training.generate.scoring import Scoring
 from lockstep.watch.engine import EngineWatch, Proofs
 from lockstep.watch.push import NOT_PUSHED
 from lockstep.watch.settings import SettingsProof
 from lockstep.watch.turns import Record
-
-if TYPE_CHECKING:
-    # It needs the libraries of a web server.
-    from lockstep.training.generate.rollouts.agents import RolloutAgents
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +88,7 @@ class RolloutSource:
         longest: int,
         settings: SettingsProof,
         *,
-        tools: RolloutTools | RolloutAgents | None = None,
+        tools: Acting | None = None,
         function: RolloutFunction | None = None,
         images: ImagePrompts | None = None,
         alarms: Alarms,
