@@ -6,6 +6,7 @@ extra needs none of their packages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -26,10 +27,15 @@ FIELDS: dict[str, tuple[str, ...]] = {
 PROGRAMS: dict[str, str] = {"agent": "lockstep.extras.agents.rollout_agents:RolloutAgents"}
 # Libraries that shard models, by the argument that asks: what reads their configuration (a `Sharding` of `shards/settings.py`).
 SHARDINGS: dict[str, str] = {"deepspeed": "lockstep.extras.deepspeed.settings:take_zero_settings"}
-# Engines that need more than the core knows, by the setting that asks for them.
-ENGINES: dict[str, str] = {}
-# Ways of weights to an engine, by the setting that asks for them.
-PUSHES: dict[str, str] = {}
+# What is added to the pushes into an engine and to their proofs, by the option that asks: a `PushExtension` of `watch/push.py`.
+PUSHES: dict[str, str] = {"vllm_quantization": "lockstep.extras.fp8.quantised_push:QuantisedPush"}
+# How a module may hold its weights in another form, by vLLM's name of the scheme: a `HeldForm` of `watch/modules.py`.
+HELD_FORMS: dict[str, str] = {"fp8_per_channel": "lockstep.extras.fp8.quantised_push:RowsInEightBits"}
+# What a worker of vLLM answers to an extra (`Engine.ask_workers`): functions of a worker and of what JSON can say.
+WORKERS: dict[str, str] = {
+    "codes": "lockstep.engines.vllm.port.quantised:code_digests",
+    "quantise_inputs": "lockstep.engines.vllm.port.quantised:quantise_inputs",
+}
 
 # The extra of `pip install 'lockstep-rl[EXTRA]'` that brings the packages of a folder of `lockstep.extras`.
 _PIP_EXTRAS = {
@@ -37,6 +43,11 @@ _PIP_EXTRAS = {
     "environments": "textarena",
     "deepspeed": "deepspeed",
 }
+
+
+def asked(table: Mapping[str, str], options: object) -> list[Any]:
+    """What stands in a table for the options that are set."""
+    return [load(place) for option, place in table.items() if getattr(options, option)]
 
 
 def load(place: str) -> Any:

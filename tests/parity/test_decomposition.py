@@ -129,7 +129,7 @@ def test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_
         patch.object(proofs, "tail", GapTail(tolerance(dtype, dtype))),
         patch.multiple(proofs, pool=PooledGap(), _evaluated_pool=PooledGap(), _judged_version=-1, _bets=False),
         # It would set the limits of this engine's dtype.
-        patch.object(proofs, "measure_quantisation", lambda *_, **__: None),
+        patch.object(proofs, "measure_limits", lambda *_, **__: None),
     ):
         versions = itertools.count()
 
@@ -152,7 +152,7 @@ def test_a_generation_that_is_judged_twice_is_pooled_once_and_keeps_what_was_com
     with (
         patch.object(proofs, "tail", GapTail(half)),
         patch.multiple(proofs, pool=PooledGap(), _judged_version=-1, kept_sets=KeptSetStats()),
-        patch.object(proofs, "measure_quantisation", lambda *_, **__: None),
+        patch.object(proofs, "measure_limits", lambda *_, **__: None),
     ):
         # First over all tokens, then over those of the step's own forward, whose sets were not compared again.
         proofs.check_gap(gap, sets, 24, [], 1)

@@ -5,41 +5,31 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from lockstep.contract.distribution import Distribution
-from lockstep.contract.protocol import Engine
+from lockstep.contract.protocol import Completion, Engine
 from lockstep.errors import foreign_errors
+from lockstep.extensions import PUSHES, asked
 from lockstep.models.autocast import Precision
 from lockstep.sync.adapters.push import AdapterPusher
 from lockstep.sync.adapters.source import EffectiveSource
 from lockstep.sync.push import SyncRecord, forget_push, push_weights
-from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.adapter_probe import check_adapter_probe
-from lockstep.watch.canary import canary_sequences, check_canary, score_canary
+from lockstep.watch.canary import check_canary, score_canary
 from lockstep.watch.gap import GapStats
 from lockstep.watch.modules import ModuleProbe, ProbeRecord, check_probe
-from lockstep.watch.quantised_gap import QuantisationError, widened
-from lockstep.watch.quantised_whole_inputs import sample_with_whole_inputs, score_with_whole_inputs
 from lockstep.watch.tolerances import Tolerance, tolerance
-
-_logger = logging.getLogger(__name__)
 
 # What failed if an engine or a library fails during a push.
 NOT_PUSHED = "the weights could not be pushed into the engine"
 Phase = Callable[[str], AbstractContextManager]
-# Told once, where the sharper canary of an engine in 8 bits is left out.
-_COMPILED = (
-    "the engine runs compiled programs (CUDA graphs) or packed codes, so its layers in 8 bits cannot leave their inputs as "
-    "they are: the canary without quantised inputs is left out, and log-probs are held to the wider limits of 8 bits. "
-    "vllm_engine_kwargs: {enforce_eager: true}, or --enforce-eager for a server, brings it back where programs are the reason"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +47,58 @@ class PushProof:
     canary: GapStats | None
 
 
+class PushExtension:
+    """What an extra adds to the pushes into an engine and to their proofs. This class itself adds nothing.
+
+    Args:
+        watch: proves the pushes.
+    """
+
+    def __init__(self, watch: PushWatch) -> None:
+        self.watch = watch
+
+    def limit(self, of_dtypes: Tolerance) -> Tolerance:
+        """The limits on the canary's gap, from the limits of the dtypes."""
+        return of_dtypes
+
+    def limit_of_tokens(self, of_dtypes: Tolerance) -> Tolerance:
+        """The limits on the gap of sampled tokens."""
+        return of_dtypes
+
+    def prove_canary(self, version: int) -> None:
+        """Prove what must be proven before the canary is scored.
+
+        Raises:
+            ProofError: the engine computes something else.
+        """
+
+    def sample_canary(self, distribution: Distribution, version: int) -> None:
+        """After the push of a start, let the engine sample from the run's distribution, and prove what it samples.
+
+        Raises:
+            ProofError: the engine samples from another distribution.
+        """
+
+    def measure(
+        self, completions: Sequence[Completion], version: int, distribution: Distribution, *, always: bool
+    ) -> None:
+        """Measure on sampled tokens what the limits depend on, if it is due or `always`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the run."""
+        return {}
+
+    def receipt(self) -> dict[str, Any]:
+        """Fields of the receipt's line of a push."""
+        return {}
+
+
+def push_extension(options: object) -> Callable[[PushWatch], PushExtension]:
+    """What extends the pushes of a run with these options."""
+    found = asked(PUSHES, options)
+    return found[0] if found else PushExtension
+
+
 class PushWatch:
     """The proofs of the pushes of one model into one engine.
 
@@ -69,7 +111,7 @@ class PushWatch:
         engine_dtype: the dtype in which the engine computes.
         precision: the dtypes in which the trainer computes its forward.
         seed: seed of the run; the probe vectors depend on it and on the version.
-        quantised: whether the engine holds the weights in 8 bits.
+        extension: makes what an extra adds (`push_extension`).
         adapters: pushes the adapter alone, for vLLM's own LoRA; None: merged weights are pushed.
         phase: measures the time of the proofs ("verify").
 
@@ -87,34 +129,31 @@ class PushWatch:
         precision: Precision,
         *,
         seed: int = 0,
-        quantised: bool = False,
+        extension: Callable[[PushWatch], PushExtension] = PushExtension,
         adapters: AdapterPusher | None = None,
         phase: Phase = lambda name: nullcontext(),
     ) -> None:
-        self._model, self._engine, self._dtype = model, engine, engine_dtype
+        self.model, self.engine, self.engine_dtype = model, engine, engine_dtype
         self.precision = precision
-        self._limit = tolerance(engine_dtype, precision.dtype_of(model))
-        self.quantisation = (
-            QuantisationError(model, engine_dtype, precision, lambda: self.module_probe.quantised_tensors)
-            if quantised
-            else None
-        )
+        # The limits that follow from the dtypes alone.
+        self.of_dtypes = tolerance(engine_dtype, precision.dtype_of(model))
         self._seed, self._phase, self._adapters = seed, phase, adapters
         self._module_probe: ModuleProbe | None = None
         self._probed: tuple[str, ...] = ()
-        self._trusted, self._told = False, False
+        self._trusted = False
         self.every_module, self.canary = True, False
         self.proof: PushProof | None = None
+        self.extension = extension(self)
 
     @property
     def limit(self) -> Tolerance:
         """The limits on the canary's gap."""
-        return self._limit if self.quantisation is None else widened(self._limit, self.quantisation.canary)
+        return self.extension.limit(self.of_dtypes)
 
     @property
     def limit_of_tokens(self) -> Tolerance:
         """The limits on the gap of sampled tokens."""
-        return self._limit if self.quantisation is None else widened(self._limit, self.quantisation.of_tokens)
+        return self.extension.limit_of_tokens(self.of_dtypes)
 
     @property
     def module_probe(self) -> ModuleProbe:
@@ -123,15 +162,15 @@ class PushWatch:
         Raises:
             InputError: the engine runs no module under the trained model's names.
         """
-        members: tuple[str, ...] = getattr(self._engine, "members", ())
+        members: tuple[str, ...] = getattr(self.engine, "members", ())
         if self._module_probe is None or members != self._probed:
             self._probed = members
             if self._adapters is None:
-                self._module_probe = ModuleProbe(self._model, self._engine, self._dtype)
+                self._module_probe = ModuleProbe(self.model, self.engine, self.engine_dtype)
             else:
-                dtype = self._dtype
+                dtype = self.engine_dtype
                 self._module_probe = ModuleProbe(
-                    self._model, self._engine, dtype, source=lambda model: EffectiveSource(model, dtype)
+                    self.model, self.engine, dtype, source=lambda model: EffectiveSource(model, dtype)
                 )
         return self._module_probe
 
@@ -145,7 +184,7 @@ class PushWatch:
         if not self._trusted:
             self.every_module = True
             # What was left out would stay as it is, also if it is wrong.
-            forget_push(self._engine)
+            forget_push(self.engine)
         self._trusted = False
 
     def pushed(self, record: SyncRecord) -> PushProof:
@@ -173,7 +212,9 @@ class PushWatch:
         record = self.module_probe.measure(seed, every=every_module)
         check_probe(record, version)
         if self._adapters is not None:
-            check_adapter_probe(self._model, self._adapters.receiver, self._dtype, seed, version, every=every_module)
+            check_adapter_probe(
+                self.model, self._adapters.receiver, self.engine_dtype, seed, version, every=every_module
+            )
         return record
 
     @foreign_errors("the canary could not be scored")
@@ -183,35 +224,11 @@ class PushWatch:
         Raises:
             ProofError: the gap is over its limit.
         """
-        context = self._engine.settings().max_model_len
-        if self.quantisation is not None:
-            sequences = canary_sequences(embedding_rows(self._model), context)
-            self.quantisation.measure_canary(sequences)
-            self.quantisation.with_whole_inputs = score_with_whole_inputs(
-                self._engine, self.quantisation, sequences, self._limit, version
-            )
-            if self.quantisation.with_whole_inputs is None and not self._told:
-                self._told = True
-                _logger.info(_COMPILED)
-        gap = score_canary(self._model, self._engine, context, self.precision)
+        context = self.engine.settings().max_model_len
+        self.extension.prove_canary(version)
+        gap = score_canary(self.model, self.engine, context, self.precision)
         check_canary(gap, self.limit, version)
         return gap
-
-    @foreign_errors("the canary could not be sampled without quantised inputs")
-    def sample_canary(self, distribution: Distribution, version: int) -> None:
-        """Let an engine in 8 bits sample from the run's distribution without quantised inputs.
-
-        `watch/quantised_whole_inputs.py` has the proof.
-
-        Raises:
-            ProofError: the gap is over a limit of the dtypes.
-        """
-        if self.quantisation is not None:
-            context = self._engine.settings().max_model_len
-            sequences = canary_sequences(embedding_rows(self._model), context)
-            self.quantisation.sampled_with_whole_inputs = sample_with_whole_inputs(
-                self._engine, self.quantisation, sequences, distribution, self._limit, version
-            )
 
 
 class ProvenPusher(PushWatch):
@@ -219,7 +236,7 @@ class ProvenPusher(PushWatch):
 
     Args:
         adapter_alone: whether the engine gets the adapter alone, for vLLM's own LoRA, instead of merged weights.
-        seed, quantised: as `PushWatch` has them.
+        seed, extension: as `PushWatch` has them.
     """
 
     def __init__(
@@ -230,11 +247,11 @@ class ProvenPusher(PushWatch):
         precision: Precision,
         *,
         seed: int = 0,
-        quantised: bool = False,
+        extension: Callable[[PushWatch], PushExtension] = PushExtension,
         adapter_alone: bool = False,
     ) -> None:
         adapters = AdapterPusher(model, engine) if adapter_alone else None
-        super().__init__(model, engine, engine_dtype, precision, seed=seed, quantised=quantised, adapters=adapters)
+        super().__init__(model, engine, engine_dtype, precision, seed=seed, extension=extension, adapters=adapters)
 
     def push(self, version: int, *, every_module: bool = False, canary: bool = False) -> PushProof:
         """Push the weights as `version`, and prove that the engine computes with them.
@@ -251,5 +268,5 @@ class ProvenPusher(PushWatch):
         self.pushing()
         with foreign_errors(NOT_PUSHED):
             adapters = self._adapters
-            record = push_weights(self._model, self._engine, version) if adapters is None else adapters.push(version)
+            record = push_weights(self.model, self.engine, version) if adapters is None else adapters.push(version)
         return self.pushed(record)

@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.errors import Interrupted, LockstepError, ProofError
+from lockstep.extras.fp8 import quantised_faults as quantised
 from lockstep.extras.selftest import adapter_faults as adapters
 from lockstep.extras.selftest import (
     backward,
@@ -41,7 +42,6 @@ from lockstep.extras.selftest import (
     tokens,
 )
 from lockstep.extras.selftest import picture_faults as pictures
-from lockstep.extras.selftest import quantised_faults as quantised
 from lockstep.extras.selftest import weight_faults as weights
 from lockstep.extras.selftest.seams import REACH, Fault
 from lockstep.extras.verify.draw_checks import many_draws

@@ -15,6 +15,8 @@ from lockstep.contract.protocol import Completion
 from lockstep.contract.sampling import Sampling
 from lockstep.contract.tensors import dtype_name
 from lockstep.errors import ProofError
+from lockstep.extras.fp8.quantised_proof import whole_inputs
+from lockstep.extras.fp8.quantised_push import QuantisedPush
 from lockstep.extras.verify.rows import Row, gap_row
 from lockstep.extras.verify.stage import Stage
 from lockstep.extras.verify.unwatched import Unwatched
@@ -33,7 +35,6 @@ from lockstep.training.step.update_sums import UpdateSums
 from lockstep.watch.evidence import TokenEvidence
 from lockstep.watch.gap import GapStats, PooledGap, measure_gap
 from lockstep.watch.kept_sets import KeptSetProof, KeptToken
-from lockstep.watch.quantised_whole_inputs import whole_inputs
 from lockstep.watch.rescoring import completion_logps, logit_chunks
 from lockstep.watch.tolerances import Tolerance, tolerance
 
@@ -65,17 +66,17 @@ def _as_exact_as_possible(stage: Stage) -> Iterator[bool]:
 
     Yields:
         Whether the limits of the dtypes hold. They do not if the engine goes on to quantise its inputs
-        (`watch/quantised_whole_inputs.py`).
+        (`extras/fp8/quantised_proof.py`).
     """
-    error = stage.trainer.proofs.quantisation
-    if error is None:
+    extension = stage.trainer.proofs.push.extension
+    if not isinstance(extension, QuantisedPush):
         yield True
         return
     with whole_inputs(stage.engine, stage.version) as are_whole:
         if not are_whole:
             yield False
             return
-        with error.in_8_bits(inputs_too=False):
+        with extension.error.in_8_bits(inputs_too=False):
             yield True
 
 

@@ -14,9 +14,11 @@ from conftest import VLLM
 from tiny import CONTEXT, make_model, perturbed, save_model
 from transformers import PreTrainedModel
 
-from lockstep.definitions.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, ProofError
+from lockstep.extras.fp8 import quantised_proof
+from lockstep.extras.fp8.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
+from lockstep.extras.fp8.quantised_push import QuantisedPush
 from lockstep.models.autocast import Precision
 from lockstep.watch.canary import score_canary
 from lockstep.watch.gap import over_limits
@@ -39,7 +41,7 @@ def engine(untied_dir: str) -> Iterator[VLLMInProcess]:
 
 
 def pusher_of(model: PreTrainedModel, engine: VLLMInProcess) -> ProvenPusher:
-    return ProvenPusher(model, engine, torch.bfloat16, HALF, quantised=True)
+    return ProvenPusher(model, engine, torch.bfloat16, HALF, extension=QuantisedPush)
 
 
 def layer_of(engine: VLLMInProcess, name: str = LAST) -> Any:
@@ -188,15 +190,15 @@ def test_the_limits_are_those_of_the_dtypes_plus_what_quantisation_explains(engi
     pusher = pusher_of(perturbed(make_model(), 0.5, seed=12), engine)
     found = pusher.push(12, canary=True).canary
     half = tolerance(torch.bfloat16, torch.bfloat16)
-    assert pusher.quantisation is not None
-    error = pusher.quantisation.canary
+    assert isinstance(pusher.extension, QuantisedPush)
+    error = pusher.extension.error.canary
     assert found is not None
     assert over_limits(found, half)
     assert not over_limits(found, pusher.limit)
     assert 0.5 < found.mean_abs / error.mean_abs < 2
     assert pusher.limit.mean == half.mean + 1.5 * error.mean_abs
     # Without quantised inputs, nothing is left but the rounding of the dtypes.
-    whole = pusher.quantisation.with_whole_inputs
+    whole = pusher.extension.error.with_whole_inputs
     assert whole is not None
     assert not over_limits(whole, half)
     assert whole.mean_abs < found.mean_abs / 4
@@ -209,13 +211,13 @@ def test_an_engine_that_cannot_leave_its_inputs_as_they_are_is_told_once(
     engine: VLLMInProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # As with CUDA graphs.
-    monkeypatch.setattr(engine, "quantise_inputs", lambda wanted: False)
+    monkeypatch.setattr(quantised_proof, "quantise_inputs", lambda engine, wanted: False)
     caplog.set_level("INFO", "lockstep")
     pusher = pusher_of(make_model(), engine)
     pusher.push(12, canary=True)
     pusher.push(13, canary=True)
-    assert pusher.quantisation is not None
-    assert pusher.quantisation.with_whole_inputs is None
+    assert isinstance(pusher.extension, QuantisedPush)
+    assert pusher.extension.error.with_whole_inputs is None
     (line,) = [record.message for record in caplog.records if "without quantised inputs is left out" in record.message]
     assert "enforce_eager" in line
 

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from lockstep.contract.probe import quantised_vector
 from lockstep.contract.sampling import Sampling
-from lockstep.definitions.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
+from lockstep.extras.fp8.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
+from lockstep.extras.fp8.quantised_proof import computing_in_8_bits, widened
 from lockstep.models.autocast import Precision
 from lockstep.watch.gap import GapStats, over_limits
-from lockstep.watch.quantised_gap import computing_in_8_bits, widened
 from lockstep.watch.rescoring import completion_logps
 from lockstep.watch.tolerances import tolerance
 
