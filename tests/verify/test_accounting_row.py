@@ -12,7 +12,7 @@ from stages import stage_on
 from tiny import CONTEXT
 
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.extras.selftest.steps import FAULTS
+from lockstep.extras.selftest.steps import STEP_FAULTS
 from lockstep.extras.verify.logprob_checks import accounting
 from lockstep.extras.verify.stage import Stage
 from lockstep.tokens.tokenizer import load_tokenizer
@@ -46,6 +46,6 @@ def test_a_clean_trainer_is_orders_of_magnitude_below_the_limit_in_every_dtype(s
 
 @pytest.mark.parametrize("id", ["A1", "A2"])
 def test_a_wrong_normaliser_is_far_above_the_limit_in_every_dtype(stage: Stage, id: str) -> None:
-    (fault,) = [fault for fault in FAULTS if fault.id == id]
+    (fault,) = [fault for fault in STEP_FAULTS if fault.id == id]
     with fault.inject(stage):
         assert all(figure > 0.05 and not passed for figure, passed in figures(stage))

@@ -136,7 +136,7 @@ def _taken(stage: Stage, inject: Callable[[Stage], Patch]) -> Iterator[None]:
         hooks.note()
 
 
-FAULTS = (
+BACKWARD_FAULTS = (
     _fault("B1", "keys and values have no gradient", _keys_detached, _needs("k_proj", "v_proj")),
     _fault("B2", "log-softmax without its sum in the backward", _without_normaliser, _needs_logits),
     _fault("B3", "half of the gradient of attention", _attention_halved, _needs("o_proj")),

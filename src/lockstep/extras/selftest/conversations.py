@@ -208,7 +208,7 @@ def _needs_messages(stage: Stage) -> str:
         return f"the rollouts cannot be conversations: {error}"
 
 
-FAULTS = tuple(
+CONVERSATION_FAULTS = tuple(
     Fault(name, what, _with(inject), needs=_needs_messages)
     for name, what, inject in (
         ("T1b", "the text of earlier turns is encoded again for the next turn", _encoded_anew),

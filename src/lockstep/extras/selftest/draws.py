@@ -134,7 +134,7 @@ def _top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
     return logits.masked_fill(logits < logits.topk(k).values[:, -1:], -torch.inf)
 
 
-FAULTS = (
+DRAW_FAULTS = (
     *(
         Fault(
             f"S1-{name}",

@@ -116,7 +116,7 @@ def _needs_two_tokens(stage: Stage) -> str:
     return "" if stage.config.max_completion_length > 1 else "completions have one token each"
 
 
-FAULTS = (
+END_FAULTS = (
     Fault("S3", "the engine goes on after an end token", _ignored, needs=_needs_two_tokens),
     Fault("S3b", "end tokens are removed from the answers", _stripped, needs=_needs_two_tokens),
     Fault("S3c", "the engine gets half of the token limit", halved, needs=_needs_two_tokens),

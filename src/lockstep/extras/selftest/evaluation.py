@@ -12,7 +12,9 @@ import torch
 import transformers.integrations.sdpa_attention as sdpa
 
 from lockstep.contract.protocol import GenerationRequest
-from lockstep.extras.selftest import draws, ends, losses, tokens
+from lockstep.extras.selftest.draws import SAMPLED
+from lockstep.extras.selftest.ends import halved
+from lockstep.extras.selftest.losses import next_text, other_row, scored_become
 from lockstep.extras.selftest.seams import (
     REACH,
     Fault,
@@ -23,6 +25,7 @@ from lockstep.extras.selftest.seams import (
     vllm_worker,
     weights_now,
 )
+from lockstep.extras.selftest.tokens import across_prompts
 from lockstep.extras.verify.stage import Stage
 from lockstep.rollouts.group import Prompt, RolloutGroup
 
@@ -124,7 +127,7 @@ def _earlier_weights(stage: Stage) -> Patch:
 
 @contextmanager
 def _best_of_two(stage: Stage) -> Iterator[None]:
-    (inject,) = [inject for name, _, inject in draws.SAMPLED if name == "two"]
+    (inject,) = [inject for name, _, inject in SAMPLED if name == "two"]
     with patch.object(stage.config, "num_generations_eval", _SAMPLES), inject(stage):
         yield
 
@@ -155,16 +158,16 @@ def _fault(id: str, what: str, inject: Callable[[Stage], Patch], needs: Any = la
     return Fault(id, f"at an evaluation, {what}", inject, needs=needs, evaluates=True)
 
 
-FAULTS = (
+EVALUATION_FAULTS = (
     _fault("E1", "the engine has other rotary bases", _other_bases, _needs_rotary),
     _fault("E1b", "the engine attends within a window", _window),
     _fault("E1c", "the engine samples at another temperature", lambda s: at_temperature_one(s, _warmer)),
     _fault("E1d", "the engine samples with earlier weights", _earlier_weights),
-    _fault("E1e", "completions are paired across prompts", tokens.across_prompts),
-    _fault("E1f", "reward functions get the next completion's text", losses.scored_become(losses.next_text)),
-    _fault("E1g", "reward functions get the columns of another row", losses.scored_become(losses.other_row)),
+    _fault("E1e", "completions are paired across prompts", across_prompts),
+    _fault("E1f", "reward functions get the next completion's text", scored_become(next_text)),
+    _fault("E1g", "reward functions get the columns of another row", scored_become(other_row)),
     _fault("E1h", "every row is the first one", _sampled_become(_first_row)),
     _fault("E1i", "a row is missing", _sampled_become(lambda prompts: list(prompts[1:]))),
-    _fault("E1j", "the engine gets half of the token limit", ends.halved),
+    _fault("E1j", "the engine gets half of the token limit", halved),
     _fault("E1k", "the engine keeps the likelier one of two tokens", _best_of_two),
 )

@@ -228,7 +228,7 @@ def _needs_grammars(stage: Stage) -> str:
     return ""
 
 
-FAULTS = (
+FILTER_FAULTS = (
     Fault("P7", "each token has the kept ids of another token", _set_of_another_token),
     Fault("P7b", "the same, and the sampled token is added to the set", _set_of_another_token_with_its_own),
     Fault("P8", "half of the kept ids are missing", _cut_short),

@@ -123,7 +123,7 @@ def _single(stage: Stage) -> bool:
     return stage.config.single_update
 
 
-FAULTS = (
+LEARNED_FAULTS = (
     Fault("M1", "the forward of the loss at another temperature", _hotter),
     Fault("M2", "the forward of the loss with another prompt", _other_prompt),
     Fault("M3", "old log-probs off by 0.3 before the loss", _old_off, needs=_needs_old),

@@ -218,7 +218,7 @@ def _fault(id: str, what: str, inject: Callable[[Stage], Patch]) -> Fault:
     return Fault(id, what, inject, learns=True)
 
 
-FAULTS = (
+OPTIMIZER_FAULTS = (
     _fault("U1", "the optimizer never steps", _steps_become(lambda optimizer, step: None)),
     _fault("U2", "the optimizer steps twice", _steps_become(_twice)),
     _fault("U3", "the optimizer goes up the gradient", _steps_become(_upwards)),

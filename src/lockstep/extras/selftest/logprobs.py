@@ -159,7 +159,7 @@ def _needs_single(stage: Stage) -> str:
     return "" if dtype == torch.float32 else "both heads are in half precision"
 
 
-FAULTS = (
+LOGPROB_FAULTS = (
     Fault("P1", "raw log-probs at temperature 0.7", _raw, needs=_needs_exact_steps),
     Fault("P2", "top-k that nobody asked for", _top_k_unasked),
     Fault("P3", "a log-prob that is missing (NaN)", _missing),

@@ -154,7 +154,7 @@ def _signs(rewards: Groups, right: Groups) -> Groups:
     return [-own for own in right]
 
 
-FAULTS = (
+LOSS_FAULTS = (
     Fault("R1", "advantages rotated within each group", _advantages_become(_rotated)),
     Fault("R2", "all advantages with the wrong sign", _advantages_become(_signs)),
     Fault("R3", "one group's advantages with the wrong sign", _advantages_become(_one_sign)),

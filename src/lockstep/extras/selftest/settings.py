@@ -87,7 +87,7 @@ def _needs_tokens(stage: Stage) -> str:
     return "" if stage.config.max_completion_length > _AFTER else f"completions have at most {_AFTER} tokens"
 
 
-FAULTS = (
+SETTING_FAULTS = (
     Fault("S4", "both sides ignore the temperature", _other_temperature(lambda t: 1.0)),
     Fault("S4b", "both sides invert the temperature", _other_temperature(lambda t: 1 / t)),
     Fault(

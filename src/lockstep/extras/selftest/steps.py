@@ -78,7 +78,7 @@ def _long_ones_dropped(stage: Stage) -> Patch:
     return generations_become(dropped)
 
 
-FAULTS = (
+STEP_FAULTS = (
     Fault("A1", "gradients of micro-batches summed, not averaged", _summed, check="exact accounting"),
     Fault("A2", "the loss normalised per micro-batch, not per step", _averaged, check="exact accounting"),
     Fault("A3", "tokens attend to padding and to other rows", _attends_to_others, needs=_needs_tree),

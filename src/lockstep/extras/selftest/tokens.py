@@ -114,7 +114,7 @@ def _fits(stage: Stage, request: GenerationRequest, ids: Ids) -> bool:
     return len(ids) + request.sampling.max_tokens <= stage.engine.settings().max_model_len
 
 
-FAULTS = (
+TOKEN_FAULTS = (
     Fault("T1", "prompts decoded and encoded again on their way", _encoded_again),
     Fault("T2", "a special token doubled in front of the prompt", _special_token_doubled),
     Fault("T4", "tokens masked because they equal the pad token", _masked_by_value),
