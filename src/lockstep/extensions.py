@@ -23,7 +23,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "verify": ("lockstep.extras.verify.verify_command:VerifyArguments", "lockstep.extras.verify.stage:StageConfig"),
 }
 # What rolls out instead of the plain program, by the trainer's argument that asks for it.
-PROGRAMS: dict[str, str] = {"agent": "lockstep.extras.agents.rollout_agents:RolloutAgents"}
+PROGRAMS: dict[str, str] = {"agent": "lockstep.extras.agents.agent_program:RolloutAgents"}
 # Engines that need more than the core knows, by the setting that asks for them.
 ENGINES: dict[str, str] = {}
 # Ways of weights to an engine, by the setting that asks for them.

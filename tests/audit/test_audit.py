@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from lockstep.cli.main import main
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.sampling import Sampling
-from lockstep.extras.audit import evidence
+from lockstep.extras.audit import rollout_logprobs as evidence
 from lockstep.extras.audit.dumps import AuditedRollout
 
 
@@ -95,7 +95,7 @@ def test_a_server_is_compared_at_temperature_one_and_every_rollout_is_scored_onc
         return found
 
     monkeypatch.setattr(evidence, "logit_chunks", lambda *args: forwards.append(1) or real(*args))
-    monkeypatch.setattr("lockstep.extras.audit.server.server_logprobs", server)
+    monkeypatch.setattr("lockstep.extras.audit.rollout_logprobs.server_logprobs", server)
     path = write(as_trl(sampled_rows(model, draw=tempered(0.8))), tmp_path / "dump.jsonl")
     code, found = audited(folder, path, "--temperature", "0.8", "--url", "http://localhost:1")
     assert (code, found["weights"]["verdict"]) == ((1, "DIFFER") if apart else (0, "agree"))

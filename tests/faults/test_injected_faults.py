@@ -19,12 +19,10 @@ from rich.console import Console
 from stages import in_small_parts, stage_on
 
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.extras.selftest.backward import BACKWARD_FAULTS
-from lockstep.extras.selftest.ends import even_chance
-from lockstep.extras.selftest.filters import samples_with
-from lockstep.extras.selftest.learned import LEARNED_FAULTS
-from lockstep.extras.selftest.learning import OPTIMIZER_FAULTS
-from lockstep.extras.selftest.losses import LOSS_FAULTS
+from lockstep.extras.selftest.loss_faults import BACKWARD_FAULTS, LEARNED_FAULTS, LOSS_FAULTS
+from lockstep.extras.selftest.optimizer_faults import OPTIMIZER_FAULTS
+from lockstep.extras.selftest.rollout_faults import even_chance
+from lockstep.extras.selftest.sampling_faults import samples_with
 from lockstep.extras.selftest.seams import REACH, Fault, Patch, is_vllm
 from lockstep.extras.selftest.self_test import FAULTS, Verdict, print_verdicts, run_self_test, verdict_of
 from lockstep.extras.verify.run_checks import recover

@@ -8,11 +8,12 @@ import pytest
 from conftest import VLLM
 from stages import stage_on
 
-from lockstep.extras.selftest.logprobs import LOGPROB_FAULTS
+from lockstep.extras.selftest.optimizer_faults import STEP_FAULTS
+from lockstep.extras.selftest.quantised_faults import QUANTISED_FAULTS
+from lockstep.extras.selftest.rollout_faults import TOKEN_FAULTS
+from lockstep.extras.selftest.sampling_faults import LOGPROB_FAULTS
 from lockstep.extras.selftest.seams import vllm_worker
-from lockstep.extras.selftest.self_test import QUANTISED_FAULTS, run_self_test
-from lockstep.extras.selftest.steps import STEP_FAULTS
-from lockstep.extras.selftest.tokens import TOKEN_FAULTS
+from lockstep.extras.selftest.self_test import run_self_test
 from lockstep.extras.selftest.weight_faults import WEIGHT_FAULTS
 from lockstep.extras.verify.logprob_checks import parity_by_dtype, semantics
 

@@ -14,9 +14,8 @@ from tiny import END, make_tokenizer
 from lockstep.contract.inbox import Inbox
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.extras.agents.agent_program import AgentProgram, Extensions
-from lockstep.extras.agents.agents import Agent
-from lockstep.extras.agents.parameters import RunLimits
+from lockstep.extras.agents.agent_program import Agent, AgentProgram, Extensions
+from lockstep.extras.agents.request_fields import RunLimits
 from lockstep.extras.agents.web import Gateway
 from lockstep.rollouts.driver import Driver, Start
 from lockstep.rollouts.group import Prompt, Rollout

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import InputError
-from lockstep.extras.agents.agents import Agent, AgentFailed
+from lockstep.extras.agents.agent_program import Agent, AgentFailed
 from lockstep.server.keys import KEY_VARIABLE
 
 ROW = {"prompt": [{"role": "user", "content": "hello"}], "answer": "ü"}

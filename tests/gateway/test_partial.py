@@ -10,9 +10,8 @@ import pytest
 from draws import hold
 from hypothesis import strategies as st
 
-from lockstep.extras.agents.calls import Partial
-from lockstep.extras.agents.partial import certain_part
-from lockstep.extras.agents.wishes import Wishes
+from lockstep.extras.agents.agent_calls import Partial, Wishes
+from lockstep.extras.agents.streamed_answers import certain_part
 from lockstep.rollouts.driver import decoding
 from lockstep.tokens.arrays import Ids
 

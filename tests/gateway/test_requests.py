@@ -15,11 +15,10 @@ from pydantic import TypeAdapter
 from lockstep.contract.sampling import Sampling
 from lockstep.extras.agents import chat_completions as chat
 from lockstep.extras.agents import responses
-from lockstep.extras.agents.calls import Answer, AnsweredCall
-from lockstep.extras.agents.joining import KnownTurn, Turns
-from lockstep.extras.agents.parameters import RunLimits
-from lockstep.extras.agents.refusals import Refused
-from lockstep.extras.agents.streams import SentText
+from lockstep.extras.agents.agent_calls import Answer, AnsweredCall
+from lockstep.extras.agents.recording import KnownTurn, Turns
+from lockstep.extras.agents.request_fields import Refused, RunLimits
+from lockstep.extras.agents.streamed_answers import SentText
 
 LIMITS = RunLimits("tiny", Sampling(max_tokens=8, temperature=0.7, stop=("END",)))
 HELLO = {"role": "user", "content": "hello"}

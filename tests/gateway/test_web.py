@@ -19,9 +19,8 @@ from openai import OpenAI
 
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, LockstepError
-from lockstep.extras.agents.calls import Answer, Call, Listener, Partial
-from lockstep.extras.agents.parameters import RunLimits
-from lockstep.extras.agents.refusals import Refused, no_room
+from lockstep.extras.agents.agent_calls import Answer, Call, Listener, Partial
+from lockstep.extras.agents.request_fields import Refused, RunLimits, no_room
 from lockstep.extras.agents.web import LARGEST_BODY, Gateway
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -304,9 +303,9 @@ class TestConnections:
     @pytest.fixture
     def small(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
         """A gateway in a process that may open 400 files."""
-        monkeypatch.setattr("lockstep.extras.agents.connections.raise_file_limit", lambda: 400)
+        monkeypatch.setattr("lockstep.extras.agents.web.raise_file_limit", lambda: 400)
         # No connection is closed because it is idle for long.
-        monkeypatch.setattr("lockstep.extras.agents.connections.HEAD_LIMIT", 10.0 * LIMIT)
+        monkeypatch.setattr("lockstep.extras.agents.web.HEAD_LIMIT", 10.0 * LIMIT)
         made = Gateway(RunLimits("tiny", Sampling(max_tokens=8)))
         yield made
         made.close()
@@ -352,7 +351,7 @@ class TestConnections:
     def test_a_connection_without_a_whole_request_is_closed_in_time(
         self, gateway: Gateway, words: list[bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("lockstep.extras.agents.connections.HEAD_LIMIT", 0.5)
+        monkeypatch.setattr("lockstep.extras.agents.web.HEAD_LIMIT", 0.5)
         with socket.create_connection(("127.0.0.1", gateway.port), timeout=0.05) as connection:
             deadline = time.monotonic() + LIMIT
             with suppress(ConnectionError):
@@ -364,7 +363,7 @@ class TestConnections:
                             break
 
     def test_a_connection_whose_answers_nobody_reads_is_closed_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lockstep.extras.agents.connections.HEAD_LIMIT", 0.5)
+        monkeypatch.setattr("lockstep.extras.agents.web.HEAD_LIMIT", 0.5)
         listening = socket.create_server
 
         def with_small_buffers(*words: Any, **more: Any) -> socket.socket:

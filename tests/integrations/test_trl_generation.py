@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Cohere2Config
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import EngineLost, InputError, LockstepError
-from lockstep.extras.trl.trl_parameters import urls_of
+from lockstep.extras.trl.trl_inputs import urls_of
 from lockstep.extras.trl.vllm_generation import LockstepGeneration
 from lockstep.tokens.tokenizer import load_tokenizer
 from lockstep.watch.rescoring import completion_logps

@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, Idefic
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, LockstepError
-from lockstep.extras.trl.trl_pictures import TrlPictures
+from lockstep.extras.trl.trl_inputs import TrlPictures
 from lockstep.extras.trl.vllm_generation import LockstepGeneration
 from lockstep.rollouts.across_ranks.frames import decode, encode
 

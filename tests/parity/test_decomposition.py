@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
 from lockstep.errors import ProofError
-from lockstep.extras.selftest.logprobs import LOGPROB_FAULTS
+from lockstep.extras.selftest.optimizer_faults import STEP_FAULTS
+from lockstep.extras.selftest.rollout_faults import TOKEN_FAULTS
+from lockstep.extras.selftest.sampling_faults import LOGPROB_FAULTS
 from lockstep.extras.selftest.seams import loads_instead
-from lockstep.extras.selftest.steps import STEP_FAULTS
-from lockstep.extras.selftest.tokens import TOKEN_FAULTS
 from lockstep.extras.verify.stage import Stage
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted

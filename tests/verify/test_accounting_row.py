@@ -12,7 +12,7 @@ from stages import stage_on
 from tiny import CONTEXT
 
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.extras.selftest.steps import STEP_FAULTS
+from lockstep.extras.selftest.optimizer_faults import STEP_FAULTS
 from lockstep.extras.verify.logprob_checks import accounting
 from lockstep.extras.verify.stage import Stage
 from lockstep.tokens.tokenizer import load_tokenizer

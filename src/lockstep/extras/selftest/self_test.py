@@ -24,22 +24,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.errors import Interrupted, LockstepError, ProofError
-from lockstep.extras.selftest.backward import BACKWARD_FAULTS
-from lockstep.extras.selftest.conversations import CONVERSATION_FAULTS
-from lockstep.extras.selftest.draws import DRAW_FAULTS
-from lockstep.extras.selftest.ends import END_FAULTS
-from lockstep.extras.selftest.evaluation import EVALUATION_FAULTS
-from lockstep.extras.selftest.filters import FILTER_FAULTS
-from lockstep.extras.selftest.learned import LEARNED_FAULTS
-from lockstep.extras.selftest.learning import OPTIMIZER_FAULTS
-from lockstep.extras.selftest.logprobs import LOGPROB_FAULTS
-from lockstep.extras.selftest.losses import LOSS_FAULTS
+from lockstep.extras.selftest.loss_faults import BACKWARD_FAULTS, LEARNED_FAULTS, LOSS_FAULTS
+from lockstep.extras.selftest.optimizer_faults import OPTIMIZER_FAULTS, STEP_FAULTS
+from lockstep.extras.selftest.rollout_faults import CONVERSATION_FAULTS, END_FAULTS, TOKEN_FAULTS
+from lockstep.extras.selftest.run_faults import EVALUATION_FAULTS, SETTING_FAULTS
+from lockstep.extras.selftest.sampling_faults import DRAW_FAULTS, FILTER_FAULTS, LOGPROB_FAULTS
 from lockstep.extras.selftest.seams import REACH, Fault
-from lockstep.extras.selftest.settings import SETTING_FAULTS
-from lockstep.extras.selftest.steps import STEP_FAULTS
-from lockstep.extras.selftest.tokens import TOKEN_FAULTS
 from lockstep.extras.selftest.weight_faults import WEIGHT_FAULTS
-from lockstep.extras.verify.draw_checks import many_draws
+from lockstep.extras.verify.logprob_checks import many_draws
 from lockstep.extras.verify.run_checks import CHECKS, restore
 from lockstep.extras.verify.stage import Stage
 from lockstep.files import replace_text
