@@ -158,7 +158,7 @@ def test_games_are_played_in_training_and_every_move_is_proven(use_vllm: bool, p
 
 
 def test_the_example_of_the_page_runs(player_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "internals" / "conversations.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "internals" / "conversations.md").read_text()
     code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "# games.py" in block)
     command = next(block for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "games.py:" in block)
     (row,) = re.findall(r"Each row of `data.jsonl` is `(.*?)`", page)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent.parent)]
+sys.path[:0] = [str(Path(__file__).parents[2])]
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from lockstep.extras.agents.streamed_answers import certain_part
 from lockstep.rollouts.driver import decoding
 from lockstep.tokens.arrays import Ids
 
-sys.path.append(str(Path(__file__).parents[1] / "tokens"))
+sys.path.append(str(Path(__file__).parents[2] / "tokens"))
 
 from families import FAMILIES, extension_of, tokenizer_of
 from test_extension import _GROWING, _turn, ids_of
