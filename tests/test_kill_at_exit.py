@@ -42,7 +42,7 @@ KillAtExit.add = told
 STARTS = {
     "an agent's command": """
 import asyncio
-from lockstep.extras.agents.agents import Agent
+from lockstep.extras.agents.agent_program import Agent
 asyncio.run(Agent(None, ("./program",), 3600.0).run("http://gateway", "key", {}))
 """,
     "an environment": """

@@ -37,7 +37,7 @@ from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests.messages import completion_from
 from lockstep.engines.vllm.port.requests import completion
 from lockstep.engines.vllm.workers.start import vllm_installed
-from lockstep.extras.verify.unwatched import Unwatched
+from lockstep.extras.verify.logprob_checks import Unwatched
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.frames import decode, encode
 from lockstep.rollouts.across_ranks.ranks import Ranks

@@ -24,7 +24,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "verify": ("lockstep.extras.verify.verify_command:VerifyArguments", "lockstep.extras.verify.stage:StageConfig"),
 }
 # What rolls out instead of the plain program, by the trainer's argument that asks for it.
-PROGRAMS: dict[str, str] = {"agent": "lockstep.extras.agents.rollout_agents:RolloutAgents"}
+PROGRAMS: dict[str, str] = {"agent": "lockstep.extras.agents.agent_program:RolloutAgents"}
 # Libraries that shard models, by the argument that asks: what reads their configuration (a `Sharding` of `shards/settings.py`).
 SHARDINGS: dict[str, str] = {"deepspeed": "lockstep.extras.deepspeed.settings:take_zero_settings"}
 # What is added to the pushes into an engine and to their proofs, by the option that asks: a `PushExtension` of `watch/push.py`.

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
 from lockstep.errors import ProofError
-from lockstep.extras.selftest import logprobs, steps, tokens
+from lockstep.extras.selftest.optimizer_faults import STEP_FAULTS
+from lockstep.extras.selftest.rollout_faults import TOKEN_FAULTS
+from lockstep.extras.selftest.sampling_faults import LOGPROB_FAULTS
 from lockstep.extras.selftest.seams import loads_instead
 from lockstep.extras.verify.stage import Stage
 from lockstep.rollouts.driver import collect
@@ -70,7 +72,7 @@ def explained(
 
 
 def injected(stage: Stage, fault_id: str) -> AbstractContextManager:
-    (fault,) = [f for f in (*logprobs.FAULTS, *tokens.FAULTS) if f.id == fault_id]
+    (fault,) = [f for f in (*LOGPROB_FAULTS, *TOKEN_FAULTS) if f.id == fault_id]
     return fault.inject(stage)
 
 
@@ -254,7 +256,7 @@ def test_one_wrong_log_prob_among_many_is_explained_too(stage: Stage) -> None:
 
 
 def test_a_fault_of_the_packed_forward_is_not_blamed_on_the_engine(stage: Stage) -> None:
-    (fault,) = [f for f in steps.FAULTS if f.id == "A3"]
+    (fault,) = [f for f in STEP_FAULTS if f.id == "A3"]
     with (
         # Without the proofs that find it earlier.
         patch.object(ModelGradient, "begin", lambda *given: Checked({})),

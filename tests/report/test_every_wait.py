@@ -30,7 +30,7 @@ SILENT = {
         engines/http/requests/sending.py::ServerRequests._all engines/http/server_calls.py::ServerCalls.update_weights
         sync/wire/receivers.py::finish_all engines/http/vllm_server.py::VLLMServer.score
         engines/http/vllm_server.py::VLLMServer.load contract/inbox.py::Inbox._await
-        extras/environments/verifiers.py::VerifiersAgent.__call__ extras/agents/agents.py::Agent._execute
+        extras/environments/verifiers.py::VerifiersAgent.__call__ extras/agents/agent_program.py::Agent._execute
         extras/agents/agent_program.py::AgentProgram._run
         bounded_http.py::run images/urls.py::ImageUrls.fetch rollouts/across_ranks/ranks.py::Ranks._gathered
         rollouts/across_ranks/ranks.py::Ranks._scattered rollouts/driver.py::Running.finish
@@ -47,12 +47,12 @@ SILENT = {
         rollouts/scores/early_scores.py::EarlyScores.__exit__""",
     "a thread or loop that waits for its next work": """
         threads.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
-        extras/environments/verifiers.py::VerifiersAgent._read extras/agents/streams.py::Heard.begins
-        extras/agents/streams.py::Heard.until
+        extras/environments/verifiers.py::VerifiersAgent._read extras/agents/streamed_answers.py::Heard.begins
+        extras/agents/streamed_answers.py::Heard.until
         extras/agents/web.py::_wait report/heartbeat.py::Heartbeat._run report/notebook.py::NotebookView._draw_until_end
         report/waits.py::Waits._run threads.py::_limit.watch""",
     "it lasts at most a few seconds": """
-        threads.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy extras/agents/agents.py::Agent._execute
+        threads.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy extras/agents/agent_program.py::Agent._execute
         extras/agents/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop report/notebook.py::NotebookView.stop
         rollouts/driver.py::Driver._settle rollouts/programs/tools.py::ToolCalls.settled
         rollouts/programs/workers.py::_gives_way threads.py::_limit

@@ -168,9 +168,7 @@ def test_files_are_merged_into_one(repository: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("other", ["def total() -> None: ...\n", "most, total = 3, 4\n"])
-def test_two_things_of_one_name_are_not_merged(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, other: str
-) -> None:
+def test_two_things_of_one_name_are_not_merged(repository: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
     (repository / "src/lockstep/play/plugin.py").write_text(other, encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["move.py", "--into", "toys/both.py", "toys/sums.py", "play/plugin.py"])
     with pytest.raises(SystemExit, match=r"several of the files have a total; rename all but one first"):

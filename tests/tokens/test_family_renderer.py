@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from renderer_families import RENDERED, extension_of, needs_renderers, table
 
 from lockstep.errors import InputError, ProofError
-from lockstep.extras.agents.partial import certain_part
-from lockstep.extras.agents.wishes import Wishes
+from lockstep.extras.agents.agent_calls import Wishes
+from lockstep.extras.agents.streamed_answers import certain_part
 from lockstep.tokens.arrays import Ids, joined, whole_numbers
 from lockstep.tokens.conversation.extension import Branch, Extension, Insert, Message
 from lockstep.tokens.conversation.extension_proof import CALLS, drawn

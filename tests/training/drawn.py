@@ -24,7 +24,7 @@ from subjects import Subject
 
 from lockstep import OnlineDPOConfig
 from lockstep.contract.protocol import Completion, RequestKey
-from lockstep.extras.verify.unwatched import Unwatched
+from lockstep.extras.verify.logprob_checks import Unwatched
 from lockstep.models.adapters import causal_model
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup

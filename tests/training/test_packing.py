@@ -23,7 +23,7 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.policy_loss import token_weights
-from lockstep.extras.verify.unwatched import Unwatched
+from lockstep.extras.verify.logprob_checks import Unwatched
 from lockstep.report.phases import PhaseClock
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence

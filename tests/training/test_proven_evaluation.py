@@ -19,7 +19,7 @@ from transformers import EarlyStoppingCallback
 
 from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.errors import ProofError
-from lockstep.extras.verify.unwatched import Unwatched
+from lockstep.extras.verify.logprob_checks import Unwatched
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.tokens.arrays import reals

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, DogeConfig, PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
 from lockstep.errors import InputError
-from lockstep.extras.verify.unwatched import Unwatched
+from lockstep.extras.verify.logprob_checks import Unwatched
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.batch.pack import pack_rows, pack_sequences

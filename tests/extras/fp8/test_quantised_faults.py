@@ -8,10 +8,13 @@ import pytest
 from conftest import VLLM
 from stages import stage_on
 
-from lockstep.extras.selftest import logprobs, steps, tokens
-from lockstep.extras.selftest import weight_faults as weights
+from lockstep.extras.fp8.quantised_faults import QUANTISED_FAULTS
+from lockstep.extras.selftest.optimizer_faults import STEP_FAULTS
+from lockstep.extras.selftest.rollout_faults import TOKEN_FAULTS
+from lockstep.extras.selftest.sampling_faults import LOGPROB_FAULTS
 from lockstep.extras.selftest.seams import vllm_worker
-from lockstep.extras.selftest.self_test import QUANTISED_FAULTS, run_self_test
+from lockstep.extras.selftest.self_test import run_self_test
+from lockstep.extras.selftest.weight_faults import WEIGHT_FAULTS
 from lockstep.extras.verify.logprob_checks import parity_by_dtype, semantics
 
 pytestmark = VLLM
@@ -49,7 +52,7 @@ def test_every_row_of_a_verification_passes_in_8_bits(untied_dir: str, tmp_path:
 
 @pytest.mark.release
 def test_the_faults_of_other_engines_are_caught_in_8_bits_too(untied_dir: str, tmp_path: Path) -> None:
-    faults = (*tokens.FAULTS, *weights.FAULTS, *logprobs.FAULTS, *steps.FAULTS)
+    faults = (*TOKEN_FAULTS, *WEIGHT_FAULTS, *LOGPROB_FAULTS, *STEP_FAULTS)
     with stage_on(untied_dir, tmp_path, use_vllm=True, bf16=True, vllm_quantization="fp8_per_channel") as stage:
         control, *verdicts = run_self_test(stage, lambda name: None, faults)
     assert not control.caught_by, control.message

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.extras.agents.refusals import bad_value
+from lockstep.extras.agents.request_fields import bad_value
 from lockstep.images.data_urls import is_data_url
 from lockstep.images.urls import is_url
 from lockstep.tokens.chat import Content, Message

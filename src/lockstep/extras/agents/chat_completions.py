@@ -9,11 +9,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lockstep.extras.agents.agent_calls import Answer, Call, read_wishes
 from lockstep.extras.agents.agent_messages import THINKING, function_tools, template_message
-from lockstep.extras.agents.calls import Answer, Call
-from lockstep.extras.agents.parameters import RunLimits, check_parameters, flag, token_limit
-from lockstep.extras.agents.refusals import bad_value
-from lockstep.extras.agents.wishes import read_wishes
+from lockstep.extras.agents.request_fields import RunLimits, bad_value, check_parameters, flag, token_limit
 
 _UNDERSTOOD = {
     "messages", "model", "tools", "stream", "max_tokens", "max_completion_tokens", "n",

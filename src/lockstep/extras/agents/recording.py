@@ -1,8 +1,8 @@
 """Answers the calls of one rollout, and records the ids of each.
 
-`web.py` passes calls from its thread. They run in the event loop of the rollout, one after the other, on the rollout's
-`Conversation`. A call whose messages extend an earlier turn continues the ids of that turn. For other messages the chat template
-makes the ids, and the rollout branches.
+Calls come from the thread of `web.py`. They run in the event loop of the rollout, one after the other, on the rollout's
+`Conversation`. There is one `Turns` per rollout: it finds the longest known beginning of a call's messages, and the ids of that
+turn are continued. For other messages the chat template makes the ids, and the rollout branches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,11 +21,10 @@ import numpy as np
 
 from lockstep.contract.protocol import FinishReason
 from lockstep.errors import InputError, LockstepError
-from lockstep.extras.agents.agent_messages import THINKING
-from lockstep.extras.agents.calls import Answer, AnsweredCall, Call, Listener
-from lockstep.extras.agents.joining import KnownTurn, Turns
-from lockstep.extras.agents.partial import Teller
-from lockstep.extras.agents.refusals import Refused, bad_value, ended, no_room, unreadable
+from lockstep.extras.agents.agent_calls import Answer, AnsweredCall, Call, Listener
+from lockstep.extras.agents.agent_messages import THINKING, normal_form
+from lockstep.extras.agents.request_fields import Refused, bad_value, ended, no_room, unreadable
+from lockstep.extras.agents.streamed_answers import Teller
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.conversation import Branch, Conversation, OutOfRoom, Turn
@@ -35,6 +34,61 @@ from lockstep.tokens.chat import Message
 from lockstep.tokens.conversation.extension import Extension, Insert
 from lockstep.tokens.conversation.turns import Conventions, ParsedTurn
 from lockstep.tokens.picture_ids import picture_part, pictures_in
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTurn:
+    """A sampled turn, as the end of its conversation.
+
+    Attributes:
+        messages: the conversation up to this turn and with it, as the chat template gets it.
+        context_ids: (C,) the ids after which the turn was sampled.
+        turn_ids: (S,) the sampled ids.
+        asked: number of messages before the first sampled turn of the conversation.
+        finish_reasons: the finish reason of each assistant's turn after those messages. None: it was not sampled in this rollout.
+    """
+
+    messages: tuple[Message, ...]
+    context_ids: Ids
+    turn_ids: Ids
+    asked: int
+    finish_reasons: tuple[FinishReason | None, ...]
+
+
+class Turns:
+    """The turns of one rollout, by the messages that they end."""
+
+    def __init__(self) -> None:
+        self._turns: dict[bytes, KnownTurn] = {}
+
+    def add(self, turn: KnownTurn, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
+        """Remember a turn.
+
+        Args:
+            messages: the conversation up to this turn and with it, as the client knows it. Of two turns with equal messages, calls
+                extend the later one.
+        """
+        self._turns[_digests(messages, tools)[-1]] = turn
+
+    def longest(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> KnownTurn | None:
+        """The turn whose messages are the longest beginning of `messages`, which go on after it. None: there is none."""
+        for digest in reversed(_digests(messages, tools)[:-1]):
+            if digest in self._turns:
+                return self._turns[digest]
+        return None
+
+
+def _digests(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[bytes]:
+    """A digest of each beginning of a conversation: of its first message, of its first two messages, and so on."""
+    state = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
+    found = []
+    for message in messages:
+        # A client may send half of a character.
+        text = normal_form(message).encode(errors="surrogatepass")
+        state.update(len(text).to_bytes(8, "big") + text)
+        found.append(state.copy().digest())
+    return found
+
 
 # Gives the extension for a set of tools.
 Extensions = Callable[[tuple[dict, ...]], Extension]

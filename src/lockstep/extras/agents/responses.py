@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lockstep.extras.agents.agent_calls import Answer, Call, read_wishes
 from lockstep.extras.agents.agent_messages import (
     THINKING,
     checked_text,
@@ -19,10 +20,7 @@ from lockstep.extras.agents.agent_messages import (
     template_message,
     text_of,
 )
-from lockstep.extras.agents.calls import Answer, Call
-from lockstep.extras.agents.parameters import RunLimits, check_parameters, flag, token_limit
-from lockstep.extras.agents.refusals import bad_value
-from lockstep.extras.agents.wishes import read_wishes
+from lockstep.extras.agents.request_fields import RunLimits, bad_value, check_parameters, flag, token_limit
 from lockstep.tokens.chat import Message
 
 _UNDERSTOOD = {

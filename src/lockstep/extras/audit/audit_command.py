@@ -66,7 +66,7 @@ def run(words: list[str]) -> int:
         from lockstep.contract.sampling import Sampling
         from lockstep.extras.audit.causes import Suspects
         from lockstep.extras.audit.findings import DIFFER, audit
-        from lockstep.extras.audit.server import server_logprobs
+        from lockstep.extras.audit.rollout_logprobs import server_logprobs
         from lockstep.models.autocast import Precision
         from lockstep.models.policy import load_policy
         from lockstep.models.resolve import resolve_model

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.contract.distribution import Distribution
 from lockstep.extras.audit.dumps import AuditedRollout
-from lockstep.extras.audit.evidence import Scored, Values, score
+from lockstep.extras.audit.rollout_logprobs import Scored, Values, score
 from lockstep.models.autocast import Precision
 
 # An explanation counts only if it leaves less than this share of the gap.

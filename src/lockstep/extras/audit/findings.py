@@ -14,7 +14,7 @@ from lockstep.contract.distribution import Distribution
 from lockstep.contract.sampling import Sampling
 from lockstep.extras.audit.causes import Cause, Suspects, explain, mean_gap
 from lockstep.extras.audit.dumps import AuditedRollout
-from lockstep.extras.audit.evidence import Scored, Values, score
+from lockstep.extras.audit.rollout_logprobs import Scored, Values, score
 from lockstep.models.autocast import Precision
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.watch.bets import BETS, TokenDraws

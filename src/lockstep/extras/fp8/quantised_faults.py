@@ -95,7 +95,7 @@ def _in_8_bits(stage: Stage) -> str:
     return "" if quantised else "the engine does not hold the weights in 8 bits (vllm_quantization)"
 
 
-FAULTS = (
+QUANTISED_FAULTS = (
     Fault(
         "Q1",
         "a layer is not quantised again after a push",

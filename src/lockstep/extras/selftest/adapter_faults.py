@@ -132,7 +132,7 @@ def _alone(stage: Stage) -> str:
     return "" if is_alone else "the engine gets no adapter alone (vllm_enable_lora)"
 
 
-FAULTS = tuple(
+ADAPTER_FAULTS = tuple(
     Fault(name, what, inject, needs=_alone)
     for name, what, inject in (
         ("D1", "an older adapter is kept under a new version", _old_kept),

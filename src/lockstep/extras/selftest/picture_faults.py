@@ -157,7 +157,7 @@ def _has_axes(stage: Stage) -> str:
     return "" if known and known[0] is not None else "this model counts the parts of a picture as any text"
 
 
-FAULTS = (
+PICTURE_FAULTS = (
     Fault(
         "T3",
         "placeholders of pictures repeated twice",

@@ -24,27 +24,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.errors import Interrupted, LockstepError, ProofError
-from lockstep.extras.fp8 import quantised_faults as quantised
-from lockstep.extras.selftest import adapter_faults as adapters
-from lockstep.extras.selftest import (
-    backward,
-    conversations,
-    draws,
-    ends,
-    evaluation,
-    filters,
-    learned,
-    learning,
-    logprobs,
-    losses,
-    settings,
-    steps,
-    tokens,
-)
-from lockstep.extras.selftest import picture_faults as pictures
-from lockstep.extras.selftest import weight_faults as weights
+from lockstep.extras.selftest.loss_faults import BACKWARD_FAULTS, LEARNED_FAULTS, LOSS_FAULTS
+from lockstep.extras.selftest.optimizer_faults import OPTIMIZER_FAULTS, STEP_FAULTS
+from lockstep.extras.selftest.rollout_faults import CONVERSATION_FAULTS, END_FAULTS, TOKEN_FAULTS
+from lockstep.extras.selftest.run_faults import EVALUATION_FAULTS, SETTING_FAULTS
+from lockstep.extras.selftest.sampling_faults import DRAW_FAULTS, FILTER_FAULTS, LOGPROB_FAULTS
 from lockstep.extras.selftest.seams import REACH, Fault
-from lockstep.extras.verify.draw_checks import many_draws
+from lockstep.extras.selftest.weight_faults import WEIGHT_FAULTS
+from lockstep.extras.verify.logprob_checks import many_draws
 from lockstep.extras.verify.run_checks import CHECKS, restore
 from lockstep.extras.verify.stage import Stage
 from lockstep.files import replace_text
@@ -52,30 +39,24 @@ from lockstep.report.terminal import Terminal
 from lockstep.watch.gap import PooledGap
 
 FAULTS = (
-    *tokens.FAULTS,
-    *conversations.FAULTS,
-    *weights.FAULTS,
-    *logprobs.FAULTS,
-    *filters.FAULTS,
-    *steps.FAULTS,
-    *draws.FAULTS,
-    *ends.FAULTS,
-    *losses.FAULTS,
-    *backward.FAULTS,
-    *learned.FAULTS,
-    *learning.FAULTS,
-    *settings.FAULTS,
-    *evaluation.FAULTS,
+    *TOKEN_FAULTS,
+    *CONVERSATION_FAULTS,
+    *WEIGHT_FAULTS,
+    *LOGPROB_FAULTS,
+    *FILTER_FAULTS,
+    *STEP_FAULTS,
+    *DRAW_FAULTS,
+    *END_FAULTS,
+    *LOSS_FAULTS,
+    *BACKWARD_FAULTS,
+    *LEARNED_FAULTS,
+    *OPTIMIZER_FAULTS,
+    *SETTING_FAULTS,
+    *EVALUATION_FAULTS,
 )
 
 _CONTROL = Fault("-", "nothing: a control", lambda stage: nullcontext())
 _EVALUATED = replace(_CONTROL, what="nothing, at an evaluation: a control", evaluates=True)
-# They need a stage whose prompts show pictures.
-PICTURE_FAULTS = pictures.FAULTS
-# They need a stage whose engine gets an adapter alone.
-ADAPTER_FAULTS = adapters.FAULTS
-# They need a stage whose engine holds the weights in 8 bits.
-QUANTISED_FAULTS = quantised.FAULTS
 
 # A fault that is small in one token needs more of them than `lockstep verify` samples.
 _CHECKS = {**CHECKS, "draws": many_draws}
@@ -119,7 +100,7 @@ WAYS = (
 # Opens a stage with some changed fields of the run.
 OpenStage = Callable[[Mapping[str, int | float]], AbstractContextManager[Stage]]
 # The optimizer does not know how a generation is used, and filters and conversations are the program's, from a run's start on.
-_OF_RUNS = (tokens, weights, logprobs, steps, ends, losses, learned)
+_OF_RUNS = (TOKEN_FAULTS, WEIGHT_FAULTS, LOGPROB_FAULTS, STEP_FAULTS, END_FAULTS, LOSS_FAULTS, LEARNED_FAULTS)
 
 
 def faults_of_runs() -> tuple[Fault, ...]:
@@ -128,7 +109,7 @@ def faults_of_runs() -> tuple[Fault, ...]:
     They are those of the engine's answers, of its weights, and of what the loss is made of. Left out are faults that only a check
     of `lockstep verify` catches, those of the optimizer, and those of filters and conversations.
     """
-    return tuple(fault for module in _OF_RUNS for fault in module.FAULTS if fault.check is None and not fault.learns)
+    return tuple(fault for faults in _OF_RUNS for fault in faults if fault.check is None and not fault.learns)
 
 
 @dataclass(frozen=True, slots=True)

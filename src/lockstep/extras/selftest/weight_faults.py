@@ -282,7 +282,7 @@ def _needs_cache(stage: Stage) -> str:
 _SINGLE = needs_single("smaller than the rounding of this engine's dtype")
 
 
-FAULTS = (
+WEIGHT_FAULTS = (
     Fault("W1", "weights acknowledged and never put to use", _never_arrived),
     Fault("W2", "the output head keeps an older copy", _stale_head),
     Fault("W3", "two tensors of one layer in each other's place", _wrong_place, check="module probe"),

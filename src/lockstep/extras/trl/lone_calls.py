@@ -16,7 +16,7 @@ from lockstep.engines.http.following import FollowingServer
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost, LockstepError
 from lockstep.extras.trl.proven_engine import check_draws, requests_for
-from lockstep.extras.trl.trl_pictures import Shown
+from lockstep.extras.trl.trl_inputs import Shown
 
 
 class LoneCalls:

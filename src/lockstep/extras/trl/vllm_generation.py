@@ -31,15 +31,17 @@ from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.extras.trl.lone_calls import LoneCalls
 from lockstep.extras.trl.proven_engine import ProvenEngine
-from lockstep.extras.trl.trl_parameters import (
+from lockstep.extras.trl.trl_inputs import (
+    Shown,
+    TrlPictures,
     check_model,
     check_parameters,
     engine_dtype_for,
     sampled_from,
+    tokenizer_of,
     urls_of,
     warn_of_other_scores,
 )
-from lockstep.extras.trl.trl_pictures import Shown, TrlPictures, tokenizer_of
 from lockstep.models.adapters import causal_model
 from lockstep.models.autocast import Precision
 from lockstep.models.resolve import resolve_model

@@ -1,12 +1,17 @@
-"""Proofs about log-probs: the right distribution, a small gap in each dtype, and gradients that do not depend on the split."""
+"""Proofs about log-probs: the right distribution, a small gap in each dtype, gradients that do not depend on the split, and draws.
+
+The draws proof needs more tokens than a few steps sample.
+"""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
@@ -19,24 +24,51 @@ from lockstep.extras.fp8.quantised_proof import whole_inputs
 from lockstep.extras.fp8.quantised_push import QuantisedPush
 from lockstep.extras.verify.rows import Row, gap_row
 from lockstep.extras.verify.stage import Stage
-from lockstep.extras.verify.unwatched import Unwatched
 from lockstep.models.autocast import Precision
 from lockstep.report.phases import PhaseClock
+from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Rollout, RolloutGroup
+from lockstep.tokens.end import end_ids
 from lockstep.training.batch.pack import Pack
+from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.config.sampling import sampling_of
 from lockstep.training.events import Evidence
 from lockstep.training.forward.scoring import TokenScores
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.step.generation import prepare_generation
+from lockstep.training.step.generation import prepare_generation, sequences_of
+from lockstep.training.step.score_all import score_all
 from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
+from lockstep.watch.draws import FALSE_ALARM, DrawEvidence
 from lockstep.watch.evidence import TokenEvidence
 from lockstep.watch.gap import GapStats, PooledGap, measure_gap
 from lockstep.watch.kept_sets import KeptSetProof, KeptToken
 from lockstep.watch.rescoring import completion_logps, logit_chunks
 from lockstep.watch.tolerances import Tolerance, tolerance
+from lockstep.watch.turns import Record
+
+
+class Unwatched:
+    """The events of `training/events.py` that a loss and its backward have. The sums are those of a run, and nobody judges them."""
+
+    def evidence(self) -> TokenEvidence:
+        return TokenEvidence()
+
+    def part(
+        self, index: int, sequences: Sequence[TrainingSequence], moving: Sequence[TrainingSequence]
+    ) -> list[list[TrainingSequence]]:
+        return [list(moving)]
+
+    def backward(self, *given: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _pass(self, *given: Any, **named: Any) -> None:
+        pass
+
+    referenced = forward = learned = aside = compared = summing = summed = accumulated = _pass
+
 
 # Largest relative distance of two gradients of the same log-probs.
 _ACCOUNTING_LIMIT = 1e-4
@@ -279,3 +311,53 @@ def _distance(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     if not size or one.keys() != other.keys():
         return math.inf
     return (sum(float((one[name] - other[name]).double().square().sum()) for name in one) / size) ** 0.5
+
+
+# Tokens of `lockstep verify`: enough for coarse faults. Tokens of the self-test: enough for a temperature of 1.05, even if the
+# model prefers few tokens.
+_TOKENS, _SELF_TEST_TOKENS = 512, 65_536
+_SAMPLES = 32
+
+
+def draws(stage: Stage) -> list[Row]:
+    """Some hundred sampled tokens are draws from the distributions that the trainer computes for them."""
+    return [_row(stage, _TOKENS)]
+
+
+def many_draws(stage: Stage) -> list[Row]:
+    """The same with the tokens of a small run, or fewer if the proof stops before."""
+    return [_row(stage, _SELF_TEST_TOKENS)]
+
+
+def _row(stage: Stage, most: int) -> Row:
+    evidence, tokens, alarm = DrawEvidence(), 0, ""
+    sampling = sampling_of(stage.config, stage.tokenizer, end_ids(stage.model, stage.tokenizer))
+    for turn in itertools.count():
+        if tokens >= most or alarm:
+            break
+        groups = collect(
+            stage.prompts,
+            stage.engine,
+            stage.tokenizer,
+            sampling,
+            Record,
+            num_generations=_SAMPLES,
+            run_seed=turn,
+            version=stage.version,
+        )
+        evidence_of_turn = stage.trainer.watch.evidence()
+        score_all(stage.trainer.loop.policy(), sequences_of(groups, stage.version), stage.config, evidence_of_turn)
+        stats = evidence_of_turn.draws
+        tokens += stats.tokens
+        evidence.add(stats)
+        try:
+            evidence.check(stage.version, stats)
+        except ProofError as error:
+            alarm = error.cause
+    return Row(
+        "draws",
+        f"evidence against fair draws {math.exp(evidence.log_evidence):.1e}, {tokens} tokens",
+        f"{1 / FALSE_ALARM:.0e}",
+        not alarm,
+        alarm,
+    )

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lockstep.errors import LockstepError, ProofError
-from lockstep.extras.verify import draw_checks, logprob_checks, token_checks, weight_checks
+from lockstep.extras.verify import engine_checks as token_checks
+from lockstep.extras.verify import engine_checks as weight_checks
+from lockstep.extras.verify import logprob_checks
+from lockstep.extras.verify import logprob_checks as draw_checks
 from lockstep.extras.verify.rows import Row
 from lockstep.extras.verify.stage import Stage
 
