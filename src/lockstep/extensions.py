@@ -28,7 +28,12 @@ PROGRAMS: dict[str, str] = {"agent": "lockstep.extras.agents.agent_program:Rollo
 # Libraries that shard models, by the argument that asks: what reads their configuration (a `Sharding` of `shards/settings.py`).
 SHARDINGS: dict[str, str] = {"deepspeed": "lockstep.extras.deepspeed.settings:take_zero_settings"}
 # What is added to the pushes into an engine and to their proofs, by the option that asks: a `PushExtension` of `watch/push.py`.
-PUSHES: dict[str, str] = {"vllm_quantization": "lockstep.extras.fp8.quantised_push:QuantisedPush"}
+PUSHES: dict[str, str] = {
+    "vllm_quantization": "lockstep.extras.fp8.quantised_push:QuantisedPush",
+    "vllm_enable_lora": "lockstep.extras.lora_alone.adapter_proof:AdapterPush",
+}
+# Further arguments of vLLM in this process, by the option that asks: a function of the policy.
+ENGINES: dict[str, str] = {"vllm_enable_lora": "lockstep.extras.lora_alone.adapter_proof:engine_arguments"}
 # How a module may hold its weights in another form, by vLLM's name of the scheme: a `HeldForm` of `watch/modules.py`.
 HELD_FORMS: dict[str, str] = {"fp8_per_channel": "lockstep.extras.fp8.quantised_push:RowsInEightBits"}
 # What a worker of vLLM answers to an extra (`Engine.ask_workers`): functions of a worker and of what JSON can say.

@@ -9,7 +9,7 @@ import pytest
 from conftest import needs_vllm
 from stages import config
 
-from lockstep.extras.selftest.adapter_faults import ADAPTER_FAULTS
+from lockstep.extras.lora_alone.adapter_faults import ADAPTER_FAULTS
 from lockstep.extras.selftest.self_test import run_self_test
 from lockstep.extras.verify.stage import open_stage
 

@@ -33,7 +33,6 @@ from lockstep.rollouts.recovery import Recovery
 from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.run.engine import check_directory, generations_ahead, shake_hands, start_engine
 from lockstep.run.server_changes import ServerChanges, server_changes
-from lockstep.sync.adapters.push import AdapterPusher
 from lockstep.sync.push import let_sleep, push_weights
 from lockstep.tokens.end import end_ids
 from lockstep.training.config.interruption import interruption_of
@@ -109,7 +108,6 @@ class RolloutSource:
         bets = function is None
         self.watch = EngineWatch(policy, config, tokenizer, clock, ranks, settings, self.sampling, bets=bets)
         self._engine: Engine | None = given
-        self._adapters: AdapterPusher | None = None
         self._recovery: Recovery | None = None
         self._driver: Driver | None = None
         self._ahead: GenerationsAhead | None = None
@@ -149,9 +147,8 @@ class RolloutSource:
             if config.engine_sleeps and not getattr(engine, "can_sleep", False):
                 raise InputError("vllm_enable_sleep_mode is set, and the engine that was given cannot sleep")
             shake(engine)
-            self._adapters = AdapterPusher(self.policy, engine) if config.vllm_enable_lora else None
             self._recovery = Recovery(self._distrust)
-            proofs = self.watch.opened(engine, self._adapters, self._recovery, self.send)
+            proofs = self.watch.opened(engine, self._recovery, self.send)
             if self._tools is not None:
                 self.program = self._tools.start()
             calls = self._tools.calls if self._tools is not None else None
@@ -257,7 +254,7 @@ class RolloutSource:
             changes.after_push(version)
 
     def send(self, version: int) -> None:
-        """Send the policy's weights to the engine as `version`; merged, or the adapter alone.
+        """Send the policy's weights to the engine as `version`, in the way that the options ask for.
 
         Raises:
             ProofError: the engine did not receive, load or commit the weights, or computes with others.
@@ -266,8 +263,8 @@ class RolloutSource:
         with self._ahead.held() if self._ahead is not None else nullcontext():
             self.watch.pushing()
             with self._clock.phase("sync"), foreign_errors(NOT_PUSHED):
-                alone = self._adapters
-                record = push_weights(self.policy, self.engine, version) if alone is None else alone.push(version)
+                own = self.proofs.push.extension.push
+                record = push_weights(self.policy, self.engine, version) if own is None else own(version)
             self.watch.pushed(record)
 
     def sample(

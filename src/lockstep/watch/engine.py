@@ -35,7 +35,6 @@ from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.driver import Start, decoding
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.recovery import Recovery
-from lockstep.sync.adapters.push import AdapterPusher
 from lockstep.sync.push import SyncRecord, drop_record
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
@@ -71,7 +70,6 @@ class Proofs:
         clock: counts pushes under `sync` and proofs under `verify`.
         settings: what the user has asked for.
         sampling: the distribution of every request.
-        adapters: pushes the adapter alone; None: merged weights are pushed.
         recovery: repeats work that lost its engine.
         send: sends the weights as a version, and tells this watch of it.
         bets: whether the draws proof bets on the tokens.
@@ -89,7 +87,6 @@ class Proofs:
         clock: PhaseClock,
         settings: SettingsProof,
         sampling: Sampling,
-        adapters: AdapterPusher | None,
         recovery: Recovery,
         send: Callable[[int], None],
         *,
@@ -109,7 +106,6 @@ class Proofs:
             self.precision,
             seed=config.seed,
             extension=push_extension(config),
-            adapters=adapters,
             phase=clock.phase,
         )
         self.recovery, self._send, self._is_whole_due = recovery, send, False
@@ -234,7 +230,6 @@ class Proofs:
             self.precision,
             seed=config.seed,
             extension=push_extension(config),
-            adapter_alone=config.vllm_enable_lora,
         )
         try:
             pusher.push(version, canary=True)
@@ -589,9 +584,7 @@ class EngineWatch:
         self._limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(model))
         self._proofs: Proofs | None = None
 
-    def opened(
-        self, engine: Engine, adapters: AdapterPusher | None, recovery: Recovery, send: Callable[[int], None]
-    ) -> Proofs:
+    def opened(self, engine: Engine, recovery: Recovery, send: Callable[[int], None]) -> Proofs:
         """There is an engine on this rank. The arguments are those of `Proofs`."""
         self._proofs = Proofs(
             self.model,
@@ -601,7 +594,6 @@ class EngineWatch:
             self._clock,
             self._settings,
             self._sampling,
-            adapters,
             recovery,
             send,
             bets=self._bets,

@@ -18,10 +18,8 @@ from lockstep.contract.protocol import Completion, Engine
 from lockstep.errors import foreign_errors
 from lockstep.extensions import PUSHES, asked
 from lockstep.models.autocast import Precision
-from lockstep.sync.adapters.push import AdapterPusher
-from lockstep.sync.adapters.source import EffectiveSource
 from lockstep.sync.push import SyncRecord, forget_push, push_weights
-from lockstep.watch.adapter_probe import check_adapter_probe
+from lockstep.sync.source import PlainSource
 from lockstep.watch.canary import check_canary, score_canary
 from lockstep.watch.gap import GapStats
 from lockstep.watch.modules import ModuleProbe, ProbeRecord, check_probe
@@ -52,10 +50,24 @@ class PushExtension:
 
     Args:
         watch: proves the pushes.
+
+    Attributes:
+        push: sends the model as a version, instead of `push_weights`; None: `push_weights` sends it.
+        source: the weights with which the engine's modules should compute (`ModuleProbe`); None: those that a push sends.
     """
+
+    push: Callable[[int], SyncRecord] | None = None
+    source: Callable[[PreTrainedModel], PlainSource] | None = None
 
     def __init__(self, watch: PushWatch) -> None:
         self.watch = watch
+
+    def prove_modules(self, seed: int, version: int, *, every: bool) -> None:
+        """Prove what the engine's modules compute, after the module probe has passed.
+
+        Raises:
+            ProofError: a module computes something else.
+        """
 
     def limit(self, of_dtypes: Tolerance) -> Tolerance:
         """The limits on the canary's gap, from the limits of the dtypes."""
@@ -112,7 +124,6 @@ class PushWatch:
         precision: the dtypes in which the trainer computes its forward.
         seed: seed of the run; the probe vectors depend on it and on the version.
         extension: makes what an extra adds (`push_extension`).
-        adapters: pushes the adapter alone, for vLLM's own LoRA; None: merged weights are pushed.
         phase: measures the time of the proofs ("verify").
 
     Attributes:
@@ -130,14 +141,13 @@ class PushWatch:
         *,
         seed: int = 0,
         extension: Callable[[PushWatch], PushExtension] = PushExtension,
-        adapters: AdapterPusher | None = None,
         phase: Phase = lambda name: nullcontext(),
     ) -> None:
         self.model, self.engine, self.engine_dtype = model, engine, engine_dtype
         self.precision = precision
         # The limits that follow from the dtypes alone.
         self.of_dtypes = tolerance(engine_dtype, precision.dtype_of(model))
-        self._seed, self._phase, self._adapters = seed, phase, adapters
+        self._seed, self._phase = seed, phase
         self._module_probe: ModuleProbe | None = None
         self._probed: tuple[str, ...] = ()
         self._trusted = False
@@ -165,13 +175,7 @@ class PushWatch:
         members: tuple[str, ...] = getattr(self.engine, "members", ())
         if self._module_probe is None or members != self._probed:
             self._probed = members
-            if self._adapters is None:
-                self._module_probe = ModuleProbe(self.model, self.engine, self.engine_dtype)
-            else:
-                dtype = self.engine_dtype
-                self._module_probe = ModuleProbe(
-                    self.model, self.engine, dtype, source=lambda model: EffectiveSource(model, dtype)
-                )
+            self._module_probe = ModuleProbe(self.model, self.engine, self.engine_dtype, source=self.extension.source)
         return self._module_probe
 
     def distrust(self) -> None:
@@ -211,10 +215,7 @@ class PushWatch:
         seed = self._seed * 1_000_003 + version
         record = self.module_probe.measure(seed, every=every_module)
         check_probe(record, version)
-        if self._adapters is not None:
-            check_adapter_probe(
-                self.model, self._adapters.receiver, self.engine_dtype, seed, version, every=every_module
-            )
+        self.extension.prove_modules(seed, version, every=every_module)
         return record
 
     @foreign_errors("the canary could not be scored")
@@ -232,26 +233,7 @@ class PushWatch:
 
 
 class ProvenPusher(PushWatch):
-    """Pushes a model's weights into an engine and proves each push.
-
-    Args:
-        adapter_alone: whether the engine gets the adapter alone, for vLLM's own LoRA, instead of merged weights.
-        seed, extension: as `PushWatch` has them.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        engine: Engine,
-        engine_dtype: torch.dtype,
-        precision: Precision,
-        *,
-        seed: int = 0,
-        extension: Callable[[PushWatch], PushExtension] = PushExtension,
-        adapter_alone: bool = False,
-    ) -> None:
-        adapters = AdapterPusher(model, engine) if adapter_alone else None
-        super().__init__(model, engine, engine_dtype, precision, seed=seed, extension=extension, adapters=adapters)
+    """Pushes a model's weights into an engine and proves each push. Its arguments are those of `PushWatch`."""
 
     def push(self, version: int, *, every_module: bool = False, canary: bool = False) -> PushProof:
         """Push the weights as `version`, and prove that the engine computes with them.
@@ -267,6 +249,6 @@ class ProvenPusher(PushWatch):
         self.every_module, self.canary = every_module, canary
         self.pushing()
         with foreign_errors(NOT_PUSHED):
-            adapters = self._adapters
-            record = push_weights(self.model, self.engine, version) if adapters is None else adapters.push(version)
+            own = self.extension.push
+            record = push_weights(self.model, self.engine, version) if own is None else own(version)
         return self.pushed(record)

@@ -111,7 +111,7 @@ def _check_asked(asked: VerifyArguments, values: dict[str, Any]) -> None:
 
 def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapping[str, int | float]], Any]) -> int:
     from lockstep.extras.fp8.quantised_faults import QUANTISED_FAULTS
-    from lockstep.extras.selftest.adapter_faults import ADAPTER_FAULTS
+    from lockstep.extras.lora_alone.adapter_faults import ADAPTER_FAULTS
     from lockstep.extras.selftest.picture_faults import PICTURE_FAULTS
     from lockstep.extras.selftest.self_test import (
         FAULTS,

@@ -13,15 +13,20 @@ When: before the first sample: all layers of the adapter. Every push: 6 of them,
 from __future__ import annotations
 
 import random
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 from lockstep.contract.adapters import DOWN, UP, AdapterReceiver
 from lockstep.contract.probe import probe_vector
+from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.errors import ProofError
-from lockstep.sync.adapters.source import AdapterSource
+from lockstep.extras.lora_alone.adapter_push import AdapterPusher
+from lockstep.extras.lora_alone.adapter_source import AdapterSource, EffectiveSource, adapter_shape, check_alone
 from lockstep.to_device import on_host
+from lockstep.watch.push import PushExtension, PushWatch
 from lockstep.watch.tolerances import output_rounding
 
 # Layers that a probe asks at a push of a run.
@@ -77,3 +82,27 @@ def check_adapter_probe(
             "do not train on this engine; name the model, the adapter's config and the engine's version in a report",
         )
     return errors
+
+
+class AdapterPush(PushExtension):
+    """Pushes the adapter alone, and proves it beside the module probe."""
+
+    def __init__(self, watch: PushWatch) -> None:
+        super().__init__(watch)
+        self._pusher = AdapterPusher(watch.model, watch.engine)
+        self.push = self._pusher.push
+        self.source = partial(EffectiveSource, dtype=watch.engine_dtype)
+
+    def prove_modules(self, seed: int, version: int, *, every: bool) -> None:
+        watch = self.watch
+        check_adapter_probe(watch.model, self._pusher.receiver, watch.engine_dtype, seed, version, every=every)
+
+
+def engine_arguments(policy: torch.nn.Module) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for the adapter of a policy.
+
+    Raises:
+        InputError: the adapter cannot be sent alone, or its rank is too large.
+    """
+    check_alone(policy)
+    return adapter_arguments(*adapter_shape(policy))

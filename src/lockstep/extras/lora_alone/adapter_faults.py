@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 
 import lockstep.engines.vllm.adapters as in_process
-import lockstep.sync.adapters.push as pushes
-import lockstep.sync.adapters.source as sources
+import lockstep.extras.lora_alone.adapter_push as pushes
+import lockstep.extras.lora_alone.adapter_source as sources
 from lockstep.contract.adapters import UP
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.vllm.port.faults import lora_of_linear
