@@ -70,6 +70,5 @@ def load(place: str) -> Any:
         if missing == "lockstep" or folder not in _PIP_EXTRAS:
             raise
         raise InputError(
-            f"lockstep.extras.{folder} needs {missing}, which is not installed: pip install "
-            f"'lockstep-rl[{_PIP_EXTRAS[folder]}]'"
+            f"lockstep.extras.{folder} needs {missing}, not installed here: pip install 'lockstep-rl[{_PIP_EXTRAS[folder]}]'"
         ) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from audit.dumped import (
+from extras.audit.dumped import (
     Row,
     as_openrlhf,
     as_prime_rl,
