@@ -146,7 +146,7 @@ test-long: dev
 test-ci: dev
 	@$(PYTEST) -n 3 -m "not release" $(ARGS)
 
-# Installs OpenEnv, verifiers, smolagents and LangGraph in Pythons of their own, for tests/environments and tests/gateway. The first two
+# Installs OpenEnv, verifiers, smolagents and LangGraph in Pythons of their own, for tests/extras. The first two
 # need older packages than vLLM.
 environments: $(addprefix .environments/,openenv verifiers smolagents langgraph)
 .environments/openenv: PACKAGE = openenv==0.10.0

@@ -19,7 +19,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 def main() -> None:
     from lockstep.cli.process.quiet import quiet_libraries
-    from lockstep.verify.stage import open_stage, stage_config
+    from lockstep.extras.verify.stage import open_stage, stage_config
 
     quiet_libraries()
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2-135m-instruct"

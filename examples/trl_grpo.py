@@ -53,7 +53,7 @@ def main() -> None:
     import trl.trainer.grpo_trainer
     from transformers import PrinterCallback
 
-    from lockstep.integrations.trl import LockstepGeneration
+    from lockstep.extras.trl.vllm_generation import LockstepGeneration
     from lockstep.models.resolve import resolve_model
 
     trl.trainer.grpo_trainer.VLLMGeneration = LockstepGeneration

@@ -325,7 +325,8 @@ def _bound(statement: cst.CSTNode) -> Iterator[tuple[str, str]]:
                 yield alias.evaluated_alias or alias.evaluated_name, f"{_dotted(line.module)}.{alias.evaluated_name}"
         elif isinstance(line, cst.Assign | cst.AnnAssign):
             for target in [at.target for at in line.targets] if isinstance(line, cst.Assign) else [line.target]:
-                yield _dotted(target), _dotted(line.value)
+                parts = [e.value for e in target.elements] if isinstance(target, cst.Tuple) else [target]
+                yield from ((_dotted(part), _dotted(line.value)) for part in parts)
 
 
 def _after_what_they_import(texts: dict[str, str]) -> list[str]:

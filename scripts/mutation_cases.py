@@ -38,12 +38,12 @@ class Mutation(NamedTuple):
 ON_A_GPU = "tests/pretend_cuda/test_runs.py"
 COUNTS = f"{ON_A_GPU}::test_what_keeps_a_gpu_from_working_stays_below_what_is_asked"
 ALONE = "tests/sync/test_adapters_alone.py"
-AUDIT = "tests/audit/test_audit.py"
+AUDIT = "tests/extras/audit/test_audit.py"
 EXPERTS = "tests/models/test_checkpoint_names.py"
 ROUTER_CUTS = "tests/training/test_router_loss.py::test_the_cut_of_a_step_does_not_change_a_gradient_or_the_logged_loss"
 SHARDS = "tests/shards/test_model.py"
 ZERO = "tests/shards/test_zero_weights.py"
-ZERO_SETTINGS = "tests/shards/test_zero_settings.py"
+ZERO_SETTINGS = "tests/extras/deepspeed/test_zero_settings.py"
 ADVANTAGES = "tests/algorithms/test_advantages.py"
 CORRECTIONS = "tests/algorithms/test_corrections.py"
 POLICY = "tests/algorithms/test_policy_loss.py"
@@ -51,7 +51,7 @@ MASKS = "tests/algorithms/test_masks_and_divergence.py"
 RETURNS = "tests/algorithms/test_returns.py"
 PAIRS = "tests/algorithms/test_preference_loss.py"
 GAP = "tests/parity/test_gap.py"
-QUANTISED_GAP = "tests/parity/test_quantised_gap.py"
+QUANTISED_GAP = "tests/extras/fp8/test_quantised_gap.py"
 KILLER = "tests/test_kill_at_exit.py"
 FILES = "tests/training/test_whole_files.py tests/training/test_checkpoints_and_directory.py"
 LOCK = "tests/training/test_directory_lock.py"
@@ -467,7 +467,7 @@ MUTATIONS = [
         "a failed check of verify ends the others",
         "            recover(stage)\n    return rows",
         "            recover(stage)\n            break\n    return rows",
-        "tests/verify/test_verify_command.py::test_a_failed_check_does_not_end_the_others",
+        "tests/extras/verify/test_verify_command.py::test_a_failed_check_does_not_end_the_others",
     ),
     Mutation(
         "calls that came after the question excuse a silent engine",
@@ -491,13 +491,13 @@ MUTATIONS = [
         "idle clients of the gateway keep their connections",
         "if len(self.connections) > self._idle.most:",
         "if False:",
-        "tests/gateway/test_web.py::TestConnections",
+        "tests/extras/agents/test_web.py::TestConnections",
     ),
     Mutation(
         "a client that reads no answers keeps its connection",
         "self._unread = self.loop.call_later(HEAD_LIMIT, self._close)",
         "pass",
-        "tests/gateway/test_web.py::TestConnections",
+        "tests/extras/agents/test_web.py::TestConnections",
     ),
     Mutation(
         "the steps of a stream decode every format",
@@ -509,7 +509,7 @@ MUTATIONS = [
         "odd messages of an agent end the run",
         'raise unreadable("messages", error) from error',
         "raise",
-        "tests/gateway/test_odd_requests.py",
+        "tests/extras/agents/test_odd_requests.py",
     ),
     Mutation(
         "files of living engines are removed",
@@ -2050,7 +2050,7 @@ MUTATIONS = [
         "a resumed run forgets the tokens whose means wait",
         'self.pool = PooledGap(GapStats(**entry.get("waiting", {})))',
         "pass",
-        "tests/verify/test_receipts_read_back.py",
+        "tests/extras/verify/test_receipts_read_back.py",
     ),
     Mutation(
         "the receipt says that a generation judged twice was judged the second time",
@@ -2093,7 +2093,7 @@ MUTATIONS = [
         "exact accounting lets every cut score its own tokens",
         "own = [self.scores[s.name] for s in pack.sequences]",
         "return Policy.score(self, pack, config)\n        own = [self.scores[s.name] for s in pack.sequences]",
-        "tests/verify/test_accounting_row.py",
+        "tests/extras/verify/test_accounting_row.py",
     ),
     Mutation(
         "each call of coroutine rewards has a loop of its own",
@@ -2477,19 +2477,19 @@ MUTATIONS = [
         "a turn that is sent back is encoded again",
         "return joined([known.context_ids, known.turn_ids, found.ids])",
         "return extension.prompt((*known.messages, *new))",
-        "tests/gateway/test_recording.py::TestConversations",
+        "tests/extras/agents/test_recording.py::TestConversations",
     ),
     Mutation(
         "a call goes on in a branch whose ids it does not begin with",
         "np.array_equal(context[: len(ids)], ids)",
         "len(ids) > 0",
-        "tests/gateway/test_recording.py::TestBranches",
+        "tests/extras/agents/test_recording.py::TestBranches",
     ),
     Mutation(
         "a turn that the agent wrote has a finish reason",
         "*[None] * written",
         "",
-        "tests/gateway/test_recording.py::TestConversations",
+        "tests/extras/agents/test_recording.py::TestConversations",
     ),
     Mutation(
         "attention over packs leaves out the cap of the scores",
@@ -2555,13 +2555,13 @@ MUTATIONS = [
         "a required call counts as made although the turn has none",
         "not (self.call in called if self.call else called)",
         "self.call and self.call not in called",
-        "tests/gateway/test_requests.py::TestWishes",
+        "tests/extras/agents/test_requests.py::TestWishes",
     ),
     Mutation(
         "a stop string of a call does not reach the engine",
         "sampling = replace(sampling, stop=(*sampling.stop, *own))",
         "pass",
-        "tests/gateway/test_recording.py::TestWishes",
+        "tests/extras/agents/test_recording.py::TestWishes",
     ),
     Mutation(
         "the proof of settings takes any stop string for one of the call",
@@ -2573,13 +2573,13 @@ MUTATIONS = [
         "a part of a stop string is streamed",
         "content = without_beginning(content, stop)",
         "pass",
-        "tests/gateway/test_partial.py",
+        "tests/extras/agents/test_partial.py",
     ),
     Mutation(
         "the second of several answers has the name of the first",
         'name=f"{call.name} choice {i}"',
         "name=call.name",
-        "tests/gateway/test_recording.py::TestWishes",
+        "tests/extras/agents/test_recording.py::TestWishes",
     ),
     Mutation(
         "greedy decoding is scored as sampling from the whole distribution",
@@ -2591,120 +2591,125 @@ MUTATIONS = [
         "half of a character is streamed",
         'return Partial(reasoning, _OPEN.sub("", content))',
         "return Partial(reasoning, content)",
-        "tests/gateway/test_partial.py",
+        "tests/extras/agents/test_partial.py",
     ),
     Mutation(
         "the beginning of a tool call is streamed as text",
         "content = text_before_calls(content, how.tool_format)",
         "pass",
-        "tests/gateway/test_partial.py",
+        "tests/extras/agents/test_partial.py",
     ),
     Mutation(
         "the end of thinking is streamed as thinking",
         'reasoning = _OPEN.sub("", without_beginning(reasoning, how.thinking[1]))',
         "pass",
-        "tests/gateway/test_partial.py",
+        "tests/extras/agents/test_partial.py",
     ),
     Mutation(
         "text is streamed only when the turn is finished",
         "partial=inbox.is_watched(request.key)",
         "partial=False",
-        "tests/gateway/test_on_vllm.py::test_text_is_streamed_while_vllm_samples_and_the_ids_are_recorded_as_sampled[chat]",
+        "tests/extras/agents/test_on_vllm.py::test_text_is_streamed_while_vllm_samples_and_the_ids_are_recorded_as_sampled[chat]",
     ),
     Mutation(
         "a turn that differs from its stream is taken for the answer",
         "if not text.startswith(sent):",
         "if False:",
-        "tests/gateway/test_web.py::TestStreams",
+        "tests/extras/agents/test_web.py::TestStreams",
     ),
     Mutation(
         "a client's retry is sampled again",
         "self._answers.get(call.name) if call.may_repeat else None",
         "None",
-        "tests/gateway/test_recording.py::TestCallsThatDoNotEnd",
+        "tests/extras/agents/test_recording.py::TestCallsThatDoNotEnd",
     ),
     Mutation(
         "the same messages again get the old answer",
         'may_repeat=count != "0")',
         "may_repeat=True)",
-        "tests/gateway/test_recording.py::TestBranches::test_the_same_messages_again_are_another_sample",
+        "tests/extras/agents/test_recording.py::TestBranches::test_the_same_messages_again_are_another_sample",
     ),
     Mutation(
         "calls of one rollout run at once",
         "async with self._turn:",
         "async with asyncio.Lock():",
-        "tests/gateway/test_recording.py::TestCallsThatDoNotEnd",
+        "tests/extras/agents/test_recording.py::TestCallsThatDoNotEnd",
     ),
     Mutation(
         "an error of the engine is the agent's alone",
         "            if not self.failure.done():\n                self.failure.set_exception(error)\n",
         "",
-        "tests/gateway/test_recording.py::TestTools::test_tools_that_the_template_does_not_show_stop_the_run",
+        "tests/extras/agents/test_recording.py::TestTools::test_tools_that_the_template_does_not_show_stop_the_run",
     ),
     Mutation(
         "a rollout answers after its end",
         "self._rollouts.pop(_digest(key), None) is not None:",
         "self._rollouts.get(_digest(key)) is None:",
-        "tests/gateway/test_web.py::TestKeys",
+        "tests/extras/agents/test_web.py::TestKeys",
     ),
     Mutation(
         "a call at the end of its rollout stays open",
         "            task.cancel()\n",
         "            pass\n",
-        "tests/gateway/test_recording.py::TestCallsThatDoNotEnd::test_a_call_that_is_open_at_the_agents_end_is_cancelled",
+        "tests/extras/agents/test_recording.py::TestCallsThatDoNotEnd::test_a_call_that_is_open_at_the_agents_end_is_cancelled",
         within="end",
     ),
     Mutation(
         "other tools do not make another conversation",
         "hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)",
         "hashlib.blake2b(digest_size=16)",
-        "tests/gateway/test_requests.py",
+        "tests/extras/agents/test_requests.py",
     ),
     Mutation(
         "two messages are told apart only by their texts together",
         'state.update(len(text).to_bytes(8, "big") + text)',
         "state.update(text[:1])",
-        "tests/gateway/test_requests.py",
+        "tests/extras/agents/test_requests.py",
     ),
-    Mutation("another temperature is accepted", "or value != ours:", "or False:", "tests/gateway/test_requests.py"),
+    Mutation(
+        "another temperature is accepted", "or value != ours:", "or False:", "tests/extras/agents/test_requests.py"
+    ),
     Mutation(
         "a field that nobody knows is accepted",
         "elif name not in _ONLY:",
         "elif name not in _ONLY and False:",
-        "tests/gateway/test_requests.py",
+        "tests/extras/agents/test_requests.py",
     ),
     Mutation(
         "any key opens a rollout",
         "rollout, is_ended = self._rollouts.get(digest), digest in self._ended",
         "rollout, is_ended = next(iter(self._rollouts.values()), None), digest in self._ended",
-        "tests/gateway/test_web.py::TestKeys",
+        "tests/extras/agents/test_web.py::TestKeys",
     ),
     Mutation(
-        "a body of any size is read", "if size > LARGEST_BODY:", "if False:", "tests/gateway/test_web.py::TestRefusals"
+        "a body of any size is read",
+        "if size > LARGEST_BODY:",
+        "if False:",
+        "tests/extras/agents/test_web.py::TestRefusals",
     ),
     Mutation(
         "a call whose client is gone goes on",
         "        except BaseException:\n            future.cancel()\n            raise\n",
         "        except BaseException:\n            raise\n",
-        "tests/gateway/test_web.py::TestClientsThatGoAway",
+        "tests/extras/agents/test_web.py::TestClientsThatGoAway",
     ),
     Mutation(
         "an agent that returns after its run has ended raises in its thread",
         "    found.set_running_or_notify_cancel()\n",
         "",
-        "tests/gateway/test_agents.py::TestFunctions",
+        "tests/extras/agents/test_agents.py::TestFunctions",
     ),
     Mutation(
         "an agent gets the key of the engine's server",
         "**for_users_code(), BASE_URL",
         "**os.environ, BASE_URL",
-        "tests/gateway/test_agents.py::TestCommands",
+        "tests/extras/agents/test_agents.py::TestCommands",
     ),
     Mutation(
         "what a command started goes on after it",
         "    with suppress(ProcessLookupError):\n        os.killpg",
         "    with suppress(ProcessLookupError):\n        os.kill",
-        "tests/gateway/test_agents.py::TestCommands",
+        "tests/extras/agents/test_agents.py::TestCommands",
     ),
     Mutation(
         "the digest of a picture leaves its pixels out",
@@ -3028,26 +3033,26 @@ MUTATIONS = [
         "a rank in TRL's tool loop waits for the other ranks",
         "if self._ranks.count > 1 and num_generations == 1 and _goes_on(prompts, self._answered):",
         "if False:",
-        "tests/integrations/test_trl_ranks.py::test_a_call_that_goes_on_after_a_completion_is_refused_before_it_waits",
+        "tests/extras/trl/test_trl_ranks.py::test_a_call_that_goes_on_after_a_completion_is_refused_before_it_waits",
     ),
     Mutation(
         "TRL's generation object asks without the images",
         "request_seed(seed, version, key), pictures)",
         "request_seed(seed, version, key))",
-        "tests/integrations/test_trl_images.py::test_trls_trainer_learns_from_images",
+        "tests/extras/trl/test_trl_images.py::test_trls_trainer_learns_from_images",
     ),
     Mutation(
         "images of TRL need not be those of the ids",
         "if found != due:",
         "if False:",
-        "tests/integrations/test_trl_images.py::test_images_that_are_not_those_of_the_ids_are_refused",
+        "tests/extras/trl/test_trl_images.py::test_images_that_are_not_those_of_the_ids_are_refused",
         within="_check",
     ),
     Mutation(
         "a picture of TRL may change on its way",
         "if any(picture.digest != digest for digest, picture in pictures.items()):",
         "if False:",
-        "tests/integrations/test_trl_images.py::test_each_picture_goes_to_the_rank_with_the_engine_once_and_unchanged",
+        "tests/extras/trl/test_trl_images.py::test_each_picture_goes_to_the_rank_with_the_engine_once_and_unchanged",
     ),
     Mutation(
         "a picture may change on its way to another rank",
@@ -3241,10 +3246,9 @@ MUTATIONS = [
     ),
     Mutation(
         "accelerate wraps the model a second time",
-        "environment.pop(_SWITCH, None) is not None",
-        "_SWITCH in environment",
+        '    switch_off("FSDP", environment)\n',
+        "",
         "tests/shards/test_shard_settings.py",
-        within="take_settings",
     ),
     Mutation(
         "FSDP1 is taken for FSDP2",
@@ -3326,10 +3330,9 @@ MUTATIONS = [
     ),
     Mutation(
         "accelerate's own DeepSpeed plugin stays on",
-        "environment.pop(_SWITCH, None) is not None",
-        "_SWITCH in environment",
+        '    switch_off("DEEPSPEED", environment)\n',
+        "",
         ZERO_SETTINGS,
-        within="take_zero_settings",
     ),
     Mutation(
         "DeepSpeed's offload to host memory is taken, and does nothing",
@@ -3494,7 +3497,7 @@ MUTATIONS = [
         "self-test: on a GPU, faults of adapters meet an engine in half precision",
         '        config.engine_dtype = "bfloat16"\n',
         "",
-        "tests/verify/test_verify_command.py::test_on_a_gpu_faults_of_adapters_meet_an_engine_in_half_precision",
+        "tests/extras/verify/test_verify_command.py::test_on_a_gpu_faults_of_adapters_meet_an_engine_in_half_precision",
     ),
     Mutation(
         "self-test: a proof that stops a run before the fault begins has not caught it",
@@ -3678,13 +3681,13 @@ MUTATIONS = [
         "verify: the rounding of a model in a dtype that the run does not use is no fault",
         "if not row.passed and not ours and trainer == torch.bfloat16 and rows[0].passed:",
         "if False:",
-        "tests/verify/test_dtype_rows.py::test_a_model_that_rounds_much_in_bfloat16_passes_in_float32",
+        "tests/extras/verify/test_dtype_rows.py::test_a_model_that_rounds_much_in_bfloat16_passes_in_float32",
     ),
     Mutation(
         "verify: an engine that differs fails the row in bfloat16 too",
         "trainer == torch.bfloat16 and rows[0].passed:",
         "trainer == torch.bfloat16:",
-        "tests/verify/test_dtype_rows.py::test_a_model_that_rounds_much_in_bfloat16_passes_in_float32",
+        "tests/extras/verify/test_dtype_rows.py::test_a_model_that_rounds_much_in_bfloat16_passes_in_float32",
     ),
     Mutation(
         "probe: an embedding is looked up without the scale of transformers' class",
@@ -3787,7 +3790,7 @@ MUTATIONS = [
         "verify: the engine's sets are compared with the filters",
         '"the ids that the filters keep", False, error.fix)',
         '"the ids that the filters keep", True, error.fix)',
-        "tests/verify/test_filter_rows.py",
+        "tests/extras/verify/test_filter_rows.py",
     ),
     Mutation(
         "self-test: a fault that the engine never met is told as such",

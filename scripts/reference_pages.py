@@ -224,7 +224,10 @@ def faults_page(page: str) -> str:
 
 def injected() -> list[tuple[str, str]]:
     """Id and description of every fault of the self-test."""
-    from lockstep.verify.self_test import ADAPTER_FAULTS, FAULTS, PICTURE_FAULTS, QUANTISED_FAULTS
+    from lockstep.extras.fp8.quantised_faults import QUANTISED_FAULTS
+    from lockstep.extras.lora_alone.adapter_faults import ADAPTER_FAULTS
+    from lockstep.extras.selftest.picture_faults import PICTURE_FAULTS
+    from lockstep.extras.selftest.self_test import FAULTS
 
     return [(fault.id, fault.what) for fault in (*FAULTS, *ADAPTER_FAULTS, *QUANTISED_FAULTS, *PICTURE_FAULTS)]
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from lockstep.contract.protocol import Engine
     from lockstep.engines.vllm.in_process import VLLMInProcess
-    from lockstep.verify.stage import Stage
+    from lockstep.extras.verify.stage import Stage
 
 pytest_plugins = ["portions", "schedule"]
 

@@ -123,10 +123,10 @@ def check_refusals(model: str, folder: Path) -> None:
 
     from lockstep import GRPOConfig
     from lockstep.cli import serve
+    from lockstep.extensions import PROGRAMS, load
     from lockstep.models.packaged import packaged_model_dir
     from lockstep.models.quantised import check_quantization
     from lockstep.run.engine import start_here
-    from lockstep.run.trainers.setup.arguments import _rollout_agents
     from lockstep.tasks.builtin_rewards import accuracy
     from lockstep.tasks.data import load_data
     from lockstep.tasks.rewards import load_reward
@@ -141,7 +141,7 @@ def check_refusals(model: str, folder: Path) -> None:
         ("gguf", packaged_model_dir),
         ("vllm", lambda: start_here(model, None, use_vllm=True, vllm_arguments={}, **engine)),  # type: ignore[arg-type]
         ("vllm", lambda: serve.run([model])),
-        ("gateway", lambda: _rollout_agents(print, None, None, None)),  # type: ignore[arg-type]
+        ("gateway", lambda: load(PROGRAMS["agent"])),
         ("quantized", lambda: check_quantization(BitsAndBytesConfig(load_in_4bit=True), peft.LoraConfig())),
         ("liger", lambda: GRPOConfig(output_dir=str(folder), use_liger_kernel=True)),
         ("deepspeed", lambda: GRPOConfig(output_dir=str(folder), deepspeed={"zero_optimization": {"stage": 3}})),

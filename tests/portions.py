@@ -30,7 +30,7 @@ def _for_releases(case: Any) -> Any:
 # Rows that CI runs of a matrix, spread evenly over it. The code under test does not know which row it is, and a row takes seconds.
 # A new row of a matrix costs CI nothing: `make test-release` runs it, and `make nightly` a sample.
 ROWS_IN_CI = {
-    "audit/test_audit.py::test_each_fault_is_named": 3,
+    "extras/audit/test_audit.py::test_each_fault_is_named": 3,
     "beside_trl/test_grpo_beside_trl.py::test_every_option_is_trls": 4,
     "beside_trl/test_grpo_beside_trl.py::test_gradients_loss_and_figures_are_trls": 4,
     "beside_trl/test_rloo_and_online_dpo_beside_trl.py::test_rloos_gradients_loss_and_figures_are_trls": 3,
@@ -40,7 +40,7 @@ ROWS_IN_CI = {
     "beside_trl/test_vision_beside_trl.py::test_trls_vision_tests_pass_with_a_changed_import": 5,
     "cli/test_adapter_commands.py::test_an_adapter_is_trained_and_gone_on_with": 1,
     "cli/test_method_commands.py::test_a_command_runs_its_method_to_summary_and_report_and_goes_on_after_an_interrupt": 2,
-    "gateway/test_partial.py::test_what_is_streamed_is_a_beginning_of_the_answer_and_thinking_is_whole_before_content": 8,
+    "extras/agents/test_partial.py::test_what_is_streamed_is_a_beginning_of_the_answer_and_thinking_is_whole_before_content": 8,
     "images/test_adapters_with_pictures.py::"
     "test_an_adapter_learns_alone_and_its_merged_weights_are_what_the_engine_samples_with": 2,
     "images/test_adapters_with_pictures.py::test_base_weights_in_4_bits_are_proven_with_pictures_too": 1,

@@ -42,7 +42,7 @@ KillAtExit.add = told
 STARTS = {
     "an agent's command": """
 import asyncio
-from lockstep.gateway.agents import Agent
+from lockstep.extras.agents.agent_program import Agent
 asyncio.run(Agent(None, ("./program",), 3600.0).run("http://gateway", "key", {}))
 """,
     "an environment": """
@@ -52,7 +52,7 @@ kept = in_process("game.py:Game")()
 threading.Event().wait(3600)
 """,
     "verifiers": """
-from lockstep.environments.verifiers import environment
+from lockstep.extras.environments.verifiers import environment
 environment("any", python="./program").rows()
 """,
 }

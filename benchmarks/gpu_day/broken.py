@@ -245,7 +245,7 @@ def _verified(same: Row, model: str, *words: str) -> Iterator[Row]:
 
 def _verify(model: str, dtype: str, table: Path, *words: str) -> int:
     """Run `lockstep verify` with the transformers engine. Returns its exit code."""
-    from lockstep.cli.verify import run
+    from lockstep.extras.verify.verify_command import run
 
     return run(["--model", model, "--engine", "transformers", "--dtype", dtype, "--json", str(table), *words])
 

@@ -367,7 +367,7 @@ def limits(sizes: Sizes) -> Iterator[Row]:
 
 def verify(sizes: Sizes) -> Iterator[Row]:
     """`lockstep verify` with the transformers engine: every proof on a model of this shape."""
-    from lockstep.cli.verify import run
+    from lockstep.extras.verify.verify_command import run
 
     with tempfile.TemporaryDirectory() as folder:
         model = save_model(sizes, Path(folder) / "model")

@@ -37,6 +37,7 @@ from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.requests.messages import completion_from
 from lockstep.engines.vllm.port.requests import completion
 from lockstep.engines.vllm.workers.start import vllm_installed
+from lockstep.extras.verify.logprob_checks import Unwatched
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.frames import decode, encode
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -57,7 +58,6 @@ from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.methods.objective import TokenBatch
 from lockstep.training.step.generation import Preparation
 from lockstep.training.step.update import OptimizerStep, Policy
-from lockstep.verify.unwatched import Unwatched
 from lockstep.watch import evidence
 from lockstep.watch.advantages import AdvantageProof, advantage_proof, check_batch, check_still
 from lockstep.watch.ahead import check_staleness

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
-from lockstep.verify.stage import Stage
+from lockstep.extras.verify.stage import Stage
 from lockstep.watch.gap_explained import experts_of
 from lockstep.watch.rescoring import sampled_logps
 

@@ -83,7 +83,7 @@ def _deadline(minutes: float | None) -> float:
 def clean_syncs(model: str, max_syncs: int, dtype: str, seed: int, deadline: float) -> dict[str, float]:
     """Push changed weights `max_syncs` times, or until the deadline. After each push, probe every module and score the canary."""
     from lockstep.errors import ProofError
-    from lockstep.verify.stage import open_stage, stage_config
+    from lockstep.extras.verify.stage import open_stage, stage_config
     from lockstep.watch.canary import score_canary
     from lockstep.watch.gap import over_limits
     from lockstep.watch.tolerances import probe_limit
@@ -153,9 +153,9 @@ def clean_steps(
     import tiny
 
     from lockstep.errors import ProofError
+    from lockstep.extras.verify.stage import stage_config
     from lockstep.report.log_lines import LogLines
     from lockstep.run.trainers.grpo import GRPOTrainer
-    from lockstep.verify.stage import stage_config
     from lockstep.watch.draws import DrawEvidence
     from lockstep.watch.receipt import RECEIPT, read_receipt
 
@@ -299,7 +299,7 @@ class FaultAtTheEnd:
         return Switch()
 
     def _begin(self, step: int) -> None:
-        from lockstep.verify.faults.seams import Between
+        from lockstep.extras.selftest.seams import Between
 
         self.clean, real = step, self._engine.serve
         self._engine.serve = lambda inbox: real(Between(inbox, answers=self._wrong))

@@ -24,6 +24,8 @@ import torch
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
+from lockstep.extras.fp8.quantised_proof import computing_in_8_bits, quantise_inputs
+from lockstep.extras.fp8.quantised_push import QuantisedPush, tensors_in_8_bits
 from lockstep.models.autocast import Precision
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
@@ -31,7 +33,6 @@ from lockstep.tokens.tokenizer import embedding_rows, load_tokenizer
 from lockstep.watch.canary import canary_sequences
 from lockstep.watch.gap import GapStats, measure_gap
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.quantised_gap import computing_in_8_bits
 from lockstep.watch.rescoring import completion_logps
 
 HALF, SINGLE, CONTEXT = Precision(torch.bfloat16), Precision(), 512
@@ -62,7 +63,7 @@ def measure(name: str, folder: str, pushes: int) -> None:
         path = str(tiny.save_model(Path(folder) / name, kind=name, tied=name == "llama"))
     model = load_policy(path)
     engine = VLLMInProcess(path, dtype=torch.bfloat16, max_model_len=CONTEXT, quantization="fp8_per_channel")
-    pusher = ProvenPusher(model, engine, torch.bfloat16, HALF, quantised=True)
+    pusher = ProvenPusher(model, engine, torch.bfloat16, HALF, extension=QuantisedPush)
     if pushes:
         count_alarms(name, model, pusher, pushes)
     else:
@@ -73,7 +74,7 @@ def measure(name: str, folder: str, pushes: int) -> None:
             encode = load_tokenizer(path)
             sets["text"] = {f"text{i}": tuple(encode(text).input_ids) for i, text in enumerate(TEXTS)}
         for kind, sequences in sets.items():
-            print_gaps(f"{name}, {kind}", model, engine, sequences, pusher.module_probe.quantised_tensors)
+            print_gaps(f"{name}, {kind}", model, engine, sequences, tensors_in_8_bits(pusher.module_probe))
     engine.close()
 
 
@@ -90,9 +91,9 @@ def print_gaps(
             return own(precision)
 
     theirs, plain, in_8_bits = engine.score(sequences), own(HALF), coarse(HALF)
-    engine.quantise_inputs(False)
+    quantise_inputs(engine, False)
     whole = engine.score(sequences)
-    engine.quantise_inputs(True)
+    quantise_inputs(engine, True)
     rows: dict[str, Callable[[], tuple[Scores, Scores]]] = {
         "engine − trainer": lambda: (theirs, plain),
         "trainer in 8 bits − trainer": lambda: (in_8_bits, plain),
@@ -129,8 +130,8 @@ def count_alarms(name: str, model: Any, pusher: ProvenPusher, pushes: int) -> No
             print(error)
             continue
         assert proof.canary is not None
-        assert pusher.quantisation is not None
-        whole = pusher.quantisation.with_whole_inputs
+        assert isinstance(pusher.extension, QuantisedPush)
+        whole = pusher.extension.error.with_whole_inputs
         figures = (
             proof.canary.mean_abs / pusher.limit.mean,
             0.0 if whole is None else whole.mean_abs,

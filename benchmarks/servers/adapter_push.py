@@ -24,17 +24,17 @@ from lockstep.contract.sampling import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.extras.lora_alone.adapter_proof import AdapterPush, check_adapter_probe
+from lockstep.extras.lora_alone.adapter_source import adapter_shape
 from lockstep.models.adapters import add_adapter
 from lockstep.models.autocast import Precision
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
-from lockstep.sync.adapters.source import adapter_shape
 from lockstep.sync.push import push_weights, weights_of
 from lockstep.sync.source import Update
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.watch.adapter_probe import check_adapter_probe
 from lockstep.watch.modules import ModuleProbe
-from lockstep.watch.push import ProvenPusher, PushProof
+from lockstep.watch.push import ProvenPusher, PushExtension, PushProof
 
 MODEL = "smollm2-135m-instruct"
 ROUNDS = 5
@@ -110,7 +110,7 @@ def measure_vllm(dtype: torch.dtype, rounds: int, *, alone: bool) -> None:
         max_num_seqs=SEQUENCES,
         engine_kwargs=adapter_arguments(*adapter_shape(model)) if alone else None,
     )
-    pusher = ProvenPusher(model, engine, dtype, Precision(None), adapter_alone=alone)
+    pusher = ProvenPusher(model, engine, dtype, Precision(None), extension=AdapterPush if alone else PushExtension)
     proofs: list[PushProof] = []
 
     def pushed() -> None:
@@ -142,7 +142,7 @@ def count_alarms(dtype: torch.dtype, pushes: int) -> None:
     path = resolve_model(MODEL)
     model = adapted(path)
     engine = VLLMInProcess(path, dtype=dtype, max_model_len=256, engine_kwargs=adapter_arguments(*adapter_shape(model)))
-    pusher = ProvenPusher(model, engine, dtype, Precision(None), adapter_alone=True)
+    pusher = ProvenPusher(model, engine, dtype, Precision(None), extension=AdapterPush)
     draw, largest = torch.Generator().manual_seed(0), dict.fromkeys(("adapter_probe", "module_probe", "canary"), 0.0)
     with torch.no_grad():
         for parameter in model.parameters():

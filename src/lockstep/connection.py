@@ -16,6 +16,7 @@ from lockstep.contract.protocol import Completion, EngineSettings, GenerationReq
 from lockstep.engines.http.server_calls import ServerCalls, check_urls
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import InputError, ProofError
+from lockstep.extensions import PUSHES, load
 from lockstep.models.autocast import Precision
 from lockstep.server.keys import key_for
 from lockstep.sync.push import SyncRecord
@@ -23,7 +24,7 @@ from lockstep.sync.wire.transport import WeightTransport, choose_transport
 from lockstep.watch.gap import GapStats
 from lockstep.watch.handshake import check_settings, expected_settings
 from lockstep.watch.modules import ProbeRecord
-from lockstep.watch.push import ProvenPusher
+from lockstep.watch.push import ProvenPusher, PushExtension
 
 
 class Connection:
@@ -63,9 +64,8 @@ class Connection:
         """
         if model is not self._model:
             check_settings(expected_settings(model, None, self.settings().dtype, min_model_len=2), self.settings())
-            self._pusher = ProvenPusher(
-                model, self.engine, self.settings().dtype, Precision(None), adapter_alone=self._enable_lora
-            )
+            extension = load(PUSHES["vllm_enable_lora"]) if self._enable_lora else PushExtension
+            self._pusher = ProvenPusher(model, self.engine, self.settings().dtype, Precision(None), extension=extension)
             self._model = model
         assert self._pusher is not None
         return self._pusher.push(version, every_module=True).push

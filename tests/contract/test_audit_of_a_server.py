@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from audit.dumped import as_trl, sampled_rows, write
 from conftest import VLLM
+from extras.audit.dumped import as_trl, sampled_rows, write
 from servers import KEY, Server, connect
 from tiny import make_model, perturbed
 

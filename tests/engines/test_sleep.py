@@ -23,7 +23,7 @@ from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.port import sleep
 from lockstep.errors import InputError, LockstepError, ProofError
-from lockstep.integrations.proven_engine import ProvenEngine
+from lockstep.extras.trl.proven_engine import ProvenEngine
 from lockstep.models.autocast import Precision
 from lockstep.run import source
 from lockstep.sync.push import let_sleep

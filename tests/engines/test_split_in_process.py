@@ -34,9 +34,10 @@ from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.extras.lora_alone.adapter_proof import AdapterPush
+from lockstep.extras.lora_alone.adapter_source import adapter_shape
 from lockstep.models.autocast import Precision
 from lockstep.run.engine import transport_here
-from lockstep.sync.adapters.source import adapter_shape
 from lockstep.sync.push import let_sleep, push_weights
 from lockstep.watch.modules import ModuleProbe
 from lockstep.watch.push import ProvenPusher
@@ -233,7 +234,7 @@ def test_adapters_alone_reach_both_workers(transport: str, untied_dir: str) -> N
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj"]
     model = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=layers, rank_pattern={"q_proj": 2}))
     engine = split_engine(untied_dir, transport, engine_kwargs=adapter_arguments(*adapter_shape(model)))
-    pusher = ProvenPusher(model, engine, torch.float32, Precision(None), adapter_alone=True)
+    pusher = ProvenPusher(model, engine, torch.float32, Precision(None), extension=AdapterPush)
     for version in range(3):
         proof = pusher.push(version, canary=True, every_module=True)
         assert (proof.push.bytes > 400_000) == (version == 0)

@@ -27,7 +27,7 @@ from lockstep.engines.vllm.workers import start
 from lockstep.engines.vllm.workers.environment import process_start, socket_folder
 from lockstep.engines.vllm.workers.start import number_of_workers
 from lockstep.errors import InputError
-from lockstep.integrations.trl_parameters import check_parameters
+from lockstep.extras.trl.trl_inputs import check_parameters
 from lockstep.run import engine as engine_choice
 from lockstep.run.engine import check_beside_ranks, start_here
 

@@ -9,8 +9,9 @@ import pytest
 from conftest import needs_vllm
 from stages import config
 
-from lockstep.verify.self_test import ADAPTER_FAULTS, run_self_test
-from lockstep.verify.stage import open_stage
+from lockstep.extras.lora_alone.adapter_faults import ADAPTER_FAULTS
+from lockstep.extras.selftest.self_test import run_self_test
+from lockstep.extras.verify.stage import open_stage
 
 CAUGHT_BY = {
     "D1": "adapter",

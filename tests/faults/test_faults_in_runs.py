@@ -13,10 +13,10 @@ from conftest import VLLM
 from stages import stage_on
 
 from lockstep.errors import ProofError
-from lockstep.verify import self_test
-from lockstep.verify.faults.seams import Fault
-from lockstep.verify.self_test import WAYS, OpenStage, Verdict, Way, faults_of_runs, run_in_runs
-from lockstep.verify.stage import Stage
+from lockstep.extras.selftest import self_test
+from lockstep.extras.selftest.seams import Fault
+from lockstep.extras.selftest.self_test import WAYS, OpenStage, Verdict, Way, faults_of_runs, run_in_runs
+from lockstep.extras.verify.stage import Stage
 from lockstep.watch.gap import GapStats
 
 # The faults that only the proofs of these runs see, one per proof, and which proof that is.

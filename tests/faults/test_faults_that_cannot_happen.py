@@ -20,6 +20,8 @@ from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.extras.selftest.seams import Between
+from lockstep.extras.verify.stage import Stage
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt
 from lockstep.run.trainers.grpo import GRPOTrainer
@@ -28,8 +30,6 @@ from lockstep.tokens.tokenizer import fit_vocabulary
 from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.step.generation import prepare_generation
-from lockstep.verify.faults.seams import Between
-from lockstep.verify.stage import Stage
 from lockstep.watch.turns import Record
 
 KNOWN = [f"{letter}{i}" for letter, count in zip("TLWPA", (6, 5, 8, 6, 6), strict=True) for i in range(1, count + 1)]

@@ -19,14 +19,15 @@ from rich.console import Console
 from stages import in_small_parts, stage_on
 
 from lockstep.contract.tensors import LoadedWeights
+from lockstep.extras.selftest.loss_faults import BACKWARD_FAULTS, LEARNED_FAULTS, LOSS_FAULTS
+from lockstep.extras.selftest.optimizer_faults import OPTIMIZER_FAULTS
+from lockstep.extras.selftest.rollout_faults import even_chance
+from lockstep.extras.selftest.sampling_faults import samples_with
+from lockstep.extras.selftest.seams import REACH, Fault, Patch, is_vllm
+from lockstep.extras.selftest.self_test import FAULTS, Verdict, print_verdicts, run_self_test, verdict_of
+from lockstep.extras.verify.run_checks import recover
+from lockstep.extras.verify.stage import Stage
 from lockstep.tokens.end import end_ids
-from lockstep.verify.faults import backward, learned, learning, losses
-from lockstep.verify.faults.ends import even_chance
-from lockstep.verify.faults.filters import samples_with
-from lockstep.verify.faults.seams import REACH, Fault, Patch, is_vllm
-from lockstep.verify.run import recover
-from lockstep.verify.self_test import FAULTS, Verdict, print_verdicts, run_self_test, verdict_of
-from lockstep.verify.stage import Stage
 from lockstep.watch.rescoring import completion_logps
 
 NO_FAULT = Fault("none", "no fault at all", lambda stage: nullcontext())
@@ -158,7 +159,7 @@ CAUGHT_BY = {
 
 
 # Faults of the trainer's own computation. The engine that sampled takes no part in it: CI injects them beside one kind of engine.
-OF_THE_TRAINER = {fault.id for module in (losses, backward, learned, learning) for fault in module.FAULTS}
+OF_THE_TRAINER = {fault.id for fault in (*LOSS_FAULTS, *BACKWARD_FAULTS, *LEARNED_FAULTS, *OPTIMIZER_FAULTS)}
 # Proofs that compare computed numbers. All others compare ids, texts, settings or rewards, which are the same in bf16.
 OF_NUMBERS = {
     "gap",

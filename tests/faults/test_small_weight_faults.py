@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lockstep.errors import ProofError
-from lockstep.verify.faults.seams import loads_instead
-from lockstep.verify.stage import Stage
+from lockstep.extras.selftest.seams import loads_instead
+from lockstep.extras.verify.stage import Stage
 from lockstep.watch.modules import ModuleProbe, check_probe
 
 

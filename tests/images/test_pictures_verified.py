@@ -14,8 +14,9 @@ from seeing import let_vllm_see, save_seeing
 from stages import config
 
 from lockstep.cli.main import main
-from lockstep.verify.self_test import PICTURE_FAULTS, run_self_test
-from lockstep.verify.stage import open_stage
+from lockstep.extras.selftest.picture_faults import PICTURE_FAULTS
+from lockstep.extras.selftest.self_test import run_self_test
+from lockstep.extras.verify.stage import open_stage
 
 # The proof that catches each fault. W6b is caught at the push, before a picture is used.
 CAUGHT_BY = {

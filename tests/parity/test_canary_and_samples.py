@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
+from lockstep.extras.verify.stage import Stage
 from lockstep.models.autocast import Precision
 from lockstep.models.policy import load_policy
-from lockstep.verify.stage import Stage
 from lockstep.watch.canary import canary_gap, canary_sequences, score_canary
 from lockstep.watch.gap import over_limits
 from lockstep.watch.rescoring import completion_logps

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
 from lockstep.errors import ProofError
+from lockstep.extras.selftest.optimizer_faults import STEP_FAULTS
+from lockstep.extras.selftest.rollout_faults import TOKEN_FAULTS
+from lockstep.extras.selftest.sampling_faults import LOGPROB_FAULTS
+from lockstep.extras.selftest.seams import loads_instead
+from lockstep.extras.verify.stage import Stage
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
-from lockstep.verify.faults import logprobs, steps, tokens
-from lockstep.verify.faults.seams import loads_instead
-from lockstep.verify.stage import Stage
 from lockstep.watch.custody import SampledTokens
 from lockstep.watch.draws import DrawStats
 from lockstep.watch.gap import GapStats, GapTail, PooledGap, measure_gap
@@ -70,7 +72,7 @@ def explained(
 
 
 def injected(stage: Stage, fault_id: str) -> AbstractContextManager:
-    (fault,) = [f for f in (*logprobs.FAULTS, *tokens.FAULTS) if f.id == fault_id]
+    (fault,) = [f for f in (*LOGPROB_FAULTS, *TOKEN_FAULTS) if f.id == fault_id]
     return fault.inject(stage)
 
 
@@ -129,7 +131,7 @@ def test_in_half_precision_the_means_of_few_tokens_are_judged_with_those_of_the_
         patch.object(proofs, "tail", GapTail(tolerance(dtype, dtype))),
         patch.multiple(proofs, pool=PooledGap(), _evaluated_pool=PooledGap(), _judged_version=-1, _bets=False),
         # It would set the limits of this engine's dtype.
-        patch.object(proofs, "measure_quantisation", lambda *_, **__: None),
+        patch.object(proofs, "measure_limits", lambda *_, **__: None),
     ):
         versions = itertools.count()
 
@@ -152,7 +154,7 @@ def test_a_generation_that_is_judged_twice_is_pooled_once_and_keeps_what_was_com
     with (
         patch.object(proofs, "tail", GapTail(half)),
         patch.multiple(proofs, pool=PooledGap(), _judged_version=-1, kept_sets=KeptSetStats()),
-        patch.object(proofs, "measure_quantisation", lambda *_, **__: None),
+        patch.object(proofs, "measure_limits", lambda *_, **__: None),
     ):
         # First over all tokens, then over those of the step's own forward, whose sets were not compared again.
         proofs.check_gap(gap, sets, 24, [], 1)
@@ -254,7 +256,7 @@ def test_one_wrong_log_prob_among_many_is_explained_too(stage: Stage) -> None:
 
 
 def test_a_fault_of_the_packed_forward_is_not_blamed_on_the_engine(stage: Stage) -> None:
-    (fault,) = [f for f in steps.FAULTS if f.id == "A3"]
+    (fault,) = [f for f in STEP_FAULTS if f.id == "A3"]
     with (
         # Without the proofs that find it earlier.
         patch.object(ModelGradient, "begin", lambda *given: Checked({})),

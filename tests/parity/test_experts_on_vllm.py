@@ -14,8 +14,8 @@ from stages import stage_on
 from benchmarks.proofs.expert_routing import measured_on
 from lockstep.contract.distribution import Distribution
 from lockstep.errors import ProofError
-from lockstep.verify.faults.weights import FAULTS
-from lockstep.verify.stage import Stage
+from lockstep.extras.selftest.weight_faults import WEIGHT_FAULTS
+from lockstep.extras.verify.stage import Stage
 from lockstep.watch.gap_explained import Decomposition, decompose
 from lockstep.watch.tolerances import tolerance
 
@@ -67,7 +67,7 @@ def test_experts_learn_with_every_proof(stage: Stage) -> None:
 
 
 def test_experts_that_an_update_leaves_unpacked_are_found(stage: Stage) -> None:
-    (fault,) = [f for f in FAULTS if f.id == "W10"]
+    (fault,) = [f for f in WEIGHT_FAULTS if f.id == "W10"]
     assert fault.needs(stage) == ""
     with (
         stage.moved(0.05, seed=2),

@@ -144,8 +144,8 @@ def _verified(folder: Path) -> Result:
     """Every row of `lockstep verify`, and then a drawn dozen of the faults of its self-test."""
     from stages import stage_on
 
-    from lockstep.verify.run import CHECKS, run_checks
-    from lockstep.verify.self_test import FAULTS, run_self_test
+    from lockstep.extras.selftest.self_test import FAULTS, run_self_test
+    from lockstep.extras.verify.run_checks import CHECKS, run_checks
 
     drawn = random.Random(_SEED).sample(FAULTS, _FAULTS)
     with stage_on(str(folder.parent / TEXT), folder, use_vllm=False, bf16=False) as stage:
@@ -384,7 +384,7 @@ def begin() -> Any:
 
     # bitsandbytes would load CUDA's own library.
     log = pretend_cuda.activate(first=["bitsandbytes"])
-    import lockstep.verify.self_test  # noqa: F401
+    import lockstep.extras.selftest.self_test  # noqa: F401
 
     gc.freeze()
     gc.enable()

@@ -28,10 +28,10 @@ def main() -> None:
     import torch.distributed as dist
     from gradients import gradients
 
+    from lockstep.extras.deepspeed.weights import ZeroWeights
     from lockstep.shards.fsdp import FsdpWeights
     from lockstep.shards.model import ShardedModel
     from lockstep.shards.passes import Passes
-    from lockstep.shards.zero.weights import ZeroWeights
     from pretend_cuda.vllm import groups
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))

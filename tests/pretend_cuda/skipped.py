@@ -16,7 +16,7 @@ _REASONS = {
     "training/test_two_ranks.py": _RANKS,
     "training/test_sharded_training.py": _RANKS,
     "images/test_pictures_on_two_ranks.py": _RANKS,
-    "integrations/test_trl_ranks.py": _RANKS,
+    "extras/trl/test_trl_ranks.py": _RANKS,
 }
 
 

@@ -30,7 +30,8 @@ SILENT = {
         engines/http/requests/sending.py::ServerRequests._all engines/http/server_calls.py::ServerCalls.update_weights
         sync/wire/receivers.py::finish_all engines/http/vllm_server.py::VLLMServer.score
         engines/http/vllm_server.py::VLLMServer.load contract/inbox.py::Inbox._await
-        environments/verifiers.py::VerifiersAgent.__call__ gateway/agents.py::Agent._execute gateway/program.py::AgentProgram._run
+        extras/environments/verifiers.py::VerifiersAgent.__call__ extras/agents/agent_program.py::Agent._execute
+        extras/agents/agent_program.py::AgentProgram._run
         bounded_http.py::run images/urls.py::ImageUrls.fetch rollouts/across_ranks/ranks.py::Ranks._gathered
         rollouts/across_ranks/ranks.py::Ranks._scattered rollouts/driver.py::Running.finish
         rollouts/driver.py::Running.await_begin rollouts/programs/environment_process.py::_exchange
@@ -45,17 +46,18 @@ SILENT = {
         rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do""",
     "a thread or loop that waits for its next work": """
         threads.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
-        environments/verifiers.py::VerifiersAgent._read gateway/streams.py::Heard.begins gateway/streams.py::Heard.until
-        gateway/web.py::_wait report/heartbeat.py::Heartbeat._run
+        extras/environments/verifiers.py::VerifiersAgent._read extras/agents/streamed_answers.py::Heard.begins
+        extras/agents/streamed_answers.py::Heard.until
+        extras/agents/web.py::_wait report/heartbeat.py::Heartbeat._run
         report/waits.py::Waits._run threads.py::_limit.watch""",
     "it lasts at most a few seconds": """
-        threads.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy gateway/agents.py::Agent._execute
-        gateway/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop
+        threads.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy extras/agents/agent_program.py::Agent._execute
+        extras/agents/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop
         rollouts/driver.py::Driver._settle rollouts/programs/tools.py::ToolCalls.settled
         rollouts/programs/workers.py::_gives_way threads.py::_limit
         server/supervisor.py::Supervisor._sleep sync/wire/groups/meeting.py::own_address""",
     "a process that has ended or was killed": """
-        environments/verifiers.py::VerifiersAgent._start_process rollouts/programs/environment_process.py::_kill
+        extras/environments/verifiers.py::VerifiersAgent._start_process rollouts/programs/environment_process.py::_kill
         kill_at_exit.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
     "it ends at once: the lock is refused, or the store is this process": """
         server/machine.py::reserved_port sync/wire/groups/meeting.py::open_store sync/wire/slots.py::TrainerLock.__init__
@@ -65,7 +67,7 @@ SILENT = {
     "it is the work of this process": """
         contract/inbox.py::answer_all engines/vllm/in_process.py::OwnWorker.__init__
         engines/vllm/in_process.py::OwnWorker.load engines/vllm/in_process.py::OwnWorker.keep_adapter
-        engines/vllm/workers/processes.py::WorkerProcesses.__init__ verify/faults/seams.py::vllm_worker""",
+        engines/vllm/workers/processes.py::WorkerProcesses.__init__ extras/selftest/seams.py::vllm_worker""",
     "it ends a failed push in a thread of its own, or drops requests": """
         threads.py::CallLoop.close engines/http/requests/sending.py::ServerRequests.serve
         sync/wire/groups/channel.py::GlooChannel._end""",

@@ -167,8 +167,9 @@ def test_files_are_merged_into_one(repository: Path, monkeypatch: pytest.MonkeyP
     assert "from lockstep.toys import update as sums" in files["src/lockstep/loop.py"]
 
 
-def test_two_things_of_one_name_are_not_merged(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (repository / "src/lockstep/play/plugin.py").write_text("def total() -> None: ...\n", encoding="utf-8")
+@pytest.mark.parametrize("other", ["def total() -> None: ...\n", "most, total = 3, 4\n"])
+def test_two_things_of_one_name_are_not_merged(repository: Path, monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    (repository / "src/lockstep/play/plugin.py").write_text(other, encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["move.py", "--into", "toys/both.py", "toys/sums.py", "play/plugin.py"])
     with pytest.raises(SystemExit, match=r"several of the files have a total; rename all but one first"):
         move.main()

@@ -17,9 +17,9 @@ import pytest
 
 import lockstep
 from lockstep.engines.vllm.workers.environment import process_start
-from lockstep.environments.verifiers import environment
 from lockstep.errors import InputError, LockstepError
-from lockstep.gateway.agents import Agent, AgentFailed
+from lockstep.extras.agents.agent_program import Agent, AgentFailed
+from lockstep.extras.environments.verifiers import environment
 from lockstep.kill_at_exit import KillAtExit, of_users_code
 from lockstep.models.packaged import fetch
 from lockstep.rollouts.programs.environment_process import in_process

@@ -31,6 +31,7 @@ import lockstep.run.source as source
 import lockstep.watch.push as proofs
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost, InputError, ProofError
+from lockstep.extras.verify.explain import explain_run
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.run.trainers.grpo import GRPOTrainer
 from lockstep.run.trainers.online import OnlineTrainer
@@ -44,7 +45,6 @@ from lockstep.training.methods.ppo import PPOConfig
 from lockstep.training.methods.reinforce_pp import ReinforcePPConfig
 from lockstep.training.methods.rloo import RLOOConfig
 from lockstep.training.step.generation import Generation
-from lockstep.verify.explain import explain_run
 from lockstep.watch.receipt import check_receipt
 
 pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]

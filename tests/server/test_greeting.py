@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 
 from lockstep import bounded_http
-from lockstep.audit.dumps import AuditedRollout
-from lockstep.audit.server import server_logprobs
 from lockstep.engines.http.greeting import GREETING, PROOF_HEADER, Session, make_nonce, server_proof
 from lockstep.engines.http.server_calls import HEALTH, CallLoop, ServerCalls
 from lockstep.errors import EngineLost, InputError, LockstepError
+from lockstep.extras.audit.dumps import AuditedRollout
+from lockstep.extras.audit.rollout_logprobs import server_logprobs
 from lockstep.images.urls import ImageUrls
 from lockstep.server import guard as guard_module
 from lockstep.server.guard import KeyGuard
@@ -363,7 +363,7 @@ def test_the_answer_of_the_server_itself_is_read_whole_and_bounded(port: Port, m
 def test_an_answer_that_drips_ends_at_the_time_limit(
     head: bytes, loop: CallLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.audit.server.SECONDS", 0.5)
+    monkeypatch.setattr("lockstep.extras.audit.rollout_logprobs.SECONDS", 0.5)
     with flood(head, b"a", pause=0.05) as (url, _):
         for key in (KEY, None):
             with pytest.raises(EngineLost, match=r"did not answer within|cannot be reached"):
@@ -405,7 +405,7 @@ def test_an_audit_of_a_server_that_makes_no_sense_is_one_sentence(
 
 @pytest.mark.parametrize("kind", ["plain", "gzip", "a head"])
 def test_other_servers_cannot_fill_the_memory_either(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.audit.server.LARGEST", 1 << 20)
+    monkeypatch.setattr("lockstep.extras.audit.rollout_logprobs.LARGEST", 1 << 20)
     monkeypatch.setattr("lockstep.images.urls.LARGEST", 1 << 20)
     part = b"a: " + b"x" * 1000 + b"\r\n" if kind == "a head" else b"[" * 65536
     with flood(HEADS[kind], part) as (url, sent):

@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from lockstep.contract.tensors import LoadedWeights, tensor_specs
 from lockstep.errors import InputError, LockstepError, ProofError
+from lockstep.extras.deepspeed import deepspeed_parts
+from lockstep.extras.deepspeed.weights import ZeroWeights
 from lockstep.shards.fsdp import FsdpWeights
 from lockstep.shards.model import ShardedModel, sharded
 from lockstep.shards.passes import Passes
-from lockstep.shards.zero import deepspeed_parts
-from lockstep.shards.zero.weights import ZeroWeights
 from lockstep.sync.push import push_weights
 from lockstep.sync.source import PlainSource
 from lockstep.training.batch.pack import pack_sequences

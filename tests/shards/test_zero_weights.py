@@ -13,11 +13,11 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
+from lockstep.extras.deepspeed import deepspeed_parts
+from lockstep.extras.deepspeed import weights as weights_module
+from lockstep.extras.deepspeed.weights import ZeroWeights
 from lockstep.shards.model import ShardedModel
 from lockstep.shards.passes import Passes
-from lockstep.shards.zero import deepspeed_parts
-from lockstep.shards.zero import weights as weights_module
-from lockstep.shards.zero.weights import ZeroWeights
 from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 
 pytest.importorskip("deepspeed")

@@ -27,9 +27,9 @@ def main() -> None:
     from accounts import norm_in_double
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
+    from lockstep.extras.deepspeed.weights import ZeroWeights
     from lockstep.shards.fsdp import FsdpWeights
     from lockstep.shards.passes import Passes
-    from lockstep.shards.zero.weights import ZeroWeights
 
     Qwen2RMSNorm.forward = norm_in_double
     os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK), "WORLD_SIZE": str(RANKS)}

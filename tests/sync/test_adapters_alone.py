@@ -24,14 +24,19 @@ from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.port.requests import prompt_logprobs, sampling_params, scoring_params
 from lockstep.errors import InputError, ProofError
+from lockstep.extras.lora_alone import adapter_source
+from lockstep.extras.lora_alone.adapter_proof import AdapterPush, check_adapter_probe
+from lockstep.extras.lora_alone.adapter_push import check_adapter_live, check_held
+from lockstep.extras.lora_alone.adapter_source import (
+    AdapterSource,
+    BaseSource,
+    EffectiveSource,
+    adapter_shape,
+    check_alone,
+)
 from lockstep.models.autocast import Precision
-from lockstep.sync.adapters import source as adapter_source
-from lockstep.sync.adapters.live import check_adapter_live
-from lockstep.sync.adapters.push import check_held
-from lockstep.sync.adapters.source import AdapterSource, BaseSource, EffectiveSource, adapter_shape, check_alone
 from lockstep.sync.push import weights_of
 from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.watch.adapter_probe import check_adapter_probe
 from lockstep.watch.gap import measure_gap
 from lockstep.watch.modules import check_probe
 from lockstep.watch.push import ProvenPusher
@@ -47,7 +52,7 @@ def opened(folder: Path, model: Any, kind: str, dtype: torch.dtype = torch.float
 
 
 def pusher(model: Any, engine: Engine, dtype: torch.dtype = torch.float32) -> ProvenPusher:
-    return ProvenPusher(model, engine, dtype, Precision(None), adapter_alone=True)
+    return ProvenPusher(model, engine, dtype, Precision(None), extension=AdapterPush)
 
 
 @pytest.fixture(scope="module")

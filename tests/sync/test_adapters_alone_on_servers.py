@@ -18,6 +18,7 @@ from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.errors import EngineLost, InputError, ProofError
+from lockstep.extras.lora_alone.adapter_proof import AdapterPush
 from lockstep.models.autocast import Precision
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.sync.push import push_weights
@@ -44,7 +45,7 @@ def split_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def pusher(model: torch.nn.Module, engine: VLLMServer) -> ProvenPusher:
-    return ProvenPusher(model, engine, torch.float32, Precision(None), adapter_alone=True)  # type: ignore[arg-type]
+    return ProvenPusher(model, engine, torch.float32, Precision(None), extension=AdapterPush)  # type: ignore[arg-type]
 
 
 def asked(name: str, tokens: int = 8) -> GenerationRequest:

@@ -24,6 +24,7 @@ from subjects import Subject
 
 from lockstep import OnlineDPOConfig
 from lockstep.contract.protocol import Completion, RequestKey
+from lockstep.extras.verify.logprob_checks import Unwatched
 from lockstep.models.adapters import causal_model
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
@@ -35,7 +36,6 @@ from lockstep.training.step.generation import prepare_generation, sequences_of
 from lockstep.training.step.score_all import score_all
 from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
-from lockstep.verify.unwatched import Unwatched
 from lockstep.watch.evidence import TokenEvidence
 
 # Gives the scalar loss of one optimizer step by the reference.

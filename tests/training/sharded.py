@@ -273,11 +273,11 @@ def _raises(*_: Any) -> None:
 
 def stale(model: str, folder: Path) -> Any:
     """The fault of the self-test: what a forward gathers is not freed again."""
-    from lockstep.verify.faults.weights import FAULTS
-    from lockstep.verify.stage import Stage
+    from lockstep.extras.selftest.weight_faults import WEIGHT_FAULTS
+    from lockstep.extras.verify.stage import Stage
 
     run = trainer("grpo-grpo", model, folder / "stale", num_iterations=1)
-    (fault,) = [fault for fault in FAULTS if fault.id == "W11"]
+    (fault,) = [fault for fault in WEIGHT_FAULTS if fault.id == "W11"]
     stage = Stage(run, ())
     assert not fault.needs(stage)
     with fault.inject(stage):

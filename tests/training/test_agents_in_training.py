@@ -17,7 +17,7 @@ from openai import OpenAI
 import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import InputError
-from lockstep.gateway.web import Gateway
+from lockstep.extras.agents.web import Gateway
 
 ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"what is {i} + {i}"}]} for i in range(16)])
 # Making a client takes longer than a rollout of this model.

@@ -34,7 +34,7 @@ ELSEWHERE = {
         engines/vllm/workers/leftovers.py::remove_dead""",
     "a key: its file is made with its rights, and renamed": "server/keys.py::write_key server/keys.py::read_key",
     "a descriptor of the process, or memory": """
-        environments/own_process/verifiers_rollouts.py::main rollouts/programs/environment_runner.py::main
+        extras/environments/own_process/verifiers_rollouts.py::main rollouts/programs/environment_runner.py::main
         sync/wire/shared_memory.py::shares_memory cli/process/streams.py::open_streams""",
 }
 

@@ -17,7 +17,7 @@ from tiny import CONTEXT
 from lockstep.contract.protocol import GenerationRequest
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
-from lockstep.verify.faults.seams import Between
+from lockstep.extras.selftest.seams import Between
 
 pytestmark = VLLM
 # Largest gap of runs without filters in fp32 (`test_methods_on_vllm.py`).

@@ -23,6 +23,7 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 from lockstep.algorithms.policy_loss import token_weights
+from lockstep.extras.verify.logprob_checks import Unwatched
 from lockstep.report.phases import PhaseClock
 from lockstep.training.batch.pack import pack_rows, pack_sequences
 from lockstep.training.batch.sequence import TrainingSequence
@@ -33,7 +34,6 @@ from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.step.score_all import score_all
 from lockstep.training.step.update import Policy, learn
 from lockstep.training.step.update_sums import UpdateSums
-from lockstep.verify.unwatched import Unwatched
 from lockstep.watch.evidence import TokenEvidence, kept
 
 MODELS = {kind: make_model(kind, tied=kind == "llama") for kind in ("qwen2", "llama")}

@@ -19,10 +19,10 @@ from tiny import CONTEXT
 from lockstep.contract.protocol import Completion
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, ProofError
+from lockstep.extras.selftest.seams import Between
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.training.methods.grpo_config import GRPOConfig
 from lockstep.training.methods.online_dpo import OnlineDPOConfig
-from lockstep.verify.faults.seams import Between
 
 pytestmark = VLLM
 SCHEME = "fp8_per_channel"

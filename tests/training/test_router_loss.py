@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, DogeConfig, PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
 from lockstep.errors import InputError
+from lockstep.extras.verify.logprob_checks import Unwatched
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.batch.pack import pack_rows, pack_sequences
@@ -35,7 +36,6 @@ from lockstep.training.methods.grpo import GRPOObjective
 from lockstep.training.step.router_loss import router_loss
 from lockstep.training.step.update import learn
 from lockstep.training.step.update_sums import UpdateSums
-from lockstep.verify.unwatched import Unwatched
 from lockstep.watch.evidence import TokenEvidence
 
 KINDS = ("mixtral", "olmoe", "qwen3_moe")

@@ -16,7 +16,7 @@ from conftest import needs_vllm, start
 from lockstep.contract.inbox import Inbox
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest
 from lockstep.errors import ProofError
-from lockstep.verify.faults.seams import Between
+from lockstep.extras.selftest.seams import Between
 from lockstep.watch.receipt import check_receipt
 
 AHEAD: dict[str, Any] = {**methods.GROUPS, "max_staleness": 2, "max_steps": 6}

@@ -223,7 +223,7 @@ def test_rollouts_with_tools_are_the_same_on_both_ranks_and_on_one(alone: Alone,
     assert first["rollouts"] == second["rollouts"] == one["rollouts"]
     same_logs(first["logs"], second["logs"])
     # The gap itself is rounding, which differs with the packs.
-    counted = ("loss", "grad_norm", "reward", "tools/", "environments/", "completions/", "num_tokens")
+    counted = ("loss", "grad_norm", "reward", "tools/", "extras/environments/", "completions/", "num_tokens")
     logs = [[{n: v for n, v in log.items() if n.startswith(counted)} for log in own["logs"]] for own in (first, one)]
     same_logs(*logs)
     assert all(torch.equal(second["weights"][name], value) for name, value in first["weights"].items())

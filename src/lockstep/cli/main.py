@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 the run or a proof failed, 2 bad input, 130 interrupted (S
 from __future__ import annotations
 
 import difflib
-import importlib
 import io
 import logging
 import os
@@ -14,12 +13,14 @@ import sys
 from collections.abc import Callable
 
 import lockstep
+from lockstep import extensions
 from lockstep.cli.fields.description import asks_for_help, help_text, underscored
 from lockstep.cli.process.ending import EndAtOnce
 from lockstep.cli.process.guard import split_in_two
 from lockstep.cli.process.malloc import start_anew_with_tunables
 from lockstep.cli.process.streams import code_of, open_streams
 from lockstep.errors import InputError, Interrupted, LockstepError, one_line
+from lockstep.extensions import load
 from lockstep.report.say import complain, say
 
 TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
@@ -161,7 +162,7 @@ def _run(command: str, words: list[str]) -> int:
         from lockstep.cli.training import train
 
         return train(command, words)
-    return importlib.import_module(f"lockstep.cli.{_WHERE.get(command, command)}").run(words)
+    return load(extensions.COMMANDS.get(command, f"lockstep.cli.{_WHERE.get(command, command)}:run"))(words)
 
 
 def _no_command(word: str) -> str:

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from lockstep.contract.tensors import tensor_digest
 from lockstep.to_device import on_host
 
 # Number of rows that a sampled probe looks up in an embedding.
@@ -79,6 +80,11 @@ def quantised_vector(seed: int, module: str, size: int) -> torch.Tensor:
     vector = vector.to(torch.float8_e4m3fn).float()
     vector[::16] = torch.where(vector[::16] < 0, -_LARGEST_CODE, _LARGEST_CODE)
     return vector
+
+
+def codes_digest(codes: torch.Tensor, scales: torch.Tensor) -> str:
+    """The digest of a module's (outputs, inputs) codes and of its scales, one float32 number per output."""
+    return f"{tensor_digest(codes)} {tensor_digest(scales.float().flatten())}"
 
 
 def probe_inputs(seed: int, module: str, size: int, *, has_bias: bool, quantised: bool = False) -> torch.Tensor:

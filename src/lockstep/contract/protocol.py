@@ -205,15 +205,16 @@ class ProbedEngine(Protocol):
             every: whether to use all rows of each embedding and all experts of each layer, instead of a sample.
         """
 
-    def codes(self, names: Sequence[str]) -> dict[str, str]:
-        """Digest of the codes and scales of each named module in 8 bits (`contract/probe.py`); empty where they cannot be read."""
+    def ask_workers(self, question: str, arguments: Callable[[str], Sequence[Any] | None]) -> dict[str, Sequence[Any]]:
+        """Ask every worker what an extra wants to know of it.
 
-    def quantise_inputs(self, wanted: bool) -> bool:
-        """Set whether the modules in 8 bits quantise their inputs, as they do in service. Otherwise they multiply them with the
-        values of their codes.
+        Args:
+            question: a name of `WORKERS` (`lockstep.extensions`).
+            arguments: gives the arguments, in JSON's types, for the name of a server (the prefix of its modules' names; empty if
+                there is only one). None: this server is not asked.
 
         Returns:
-            False if the engine cannot set it: it runs a compiled program, or has no module in 8 bits. Nothing has changed then.
+            The answers of each server's workers, by the server's name. Empty: the engine has no workers.
         """
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:

@@ -316,11 +316,6 @@ def _pinned() -> torch.Tensor:
     return _OF_THREAD.buffer
 
 
-def codes_digest(codes: torch.Tensor, scales: torch.Tensor) -> str:
-    """The digest of a module's (outputs, inputs) codes and of its scales, one float32 number per output."""
-    return f"{tensor_digest(codes)} {tensor_digest(scales.float().flatten())}"
-
-
 def _identity(tensor: torch.Tensor) -> object:
     """A key for `one_push`. Two keys are equal only for the same view of the same memory without a write in between.
 

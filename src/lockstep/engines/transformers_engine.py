@@ -8,9 +8,10 @@ generator, and records the exact log-prob of each sampled token.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -254,11 +255,8 @@ class TransformersEngine:
         found = [output_of(name, self.model.get_submodule(name), seed, every).float() for name in names]
         return dict(zip(names, on_host(found), strict=True))
 
-    def codes(self, names: Sequence[str]) -> dict[str, str]:
-        return dict.fromkeys(names, "")
-
-    def quantise_inputs(self, wanted: bool) -> bool:
-        return False
+    def ask_workers(self, question: str, arguments: Callable[[str], Sequence[Any] | None]) -> dict[str, Sequence[Any]]:
+        return {}
 
     @foreign_errors("transformers failed while it scored sequences")
     @torch.no_grad()

@@ -20,13 +20,13 @@ from lockstep.contract.protocol import Engine
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.engines.vllm.arguments import told_by_vllm, usual_sequences
 from lockstep.engines.vllm.in_process import VLLMInProcess, whole_arguments
 from lockstep.engines.vllm.refused import refuse_family
 from lockstep.engines.vllm.workers.processes import TransportChoice
 from lockstep.engines.vllm.workers.start import build_settings, vllm_installed
 from lockstep.errors import InputError
+from lockstep.extensions import ENGINES, asked
 from lockstep.model_files import load_files
 from lockstep.models.adapters import causal_model
 from lockstep.models.checkpoint_names import checkpoint_tensors
@@ -36,7 +36,6 @@ from lockstep.report.busy import busy
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.driver import Driver
 from lockstep.secret import without_secrets
-from lockstep.sync.adapters.source import adapter_shape, check_alone
 from lockstep.sync.wire.transport import choose_transport
 from lockstep.tokens.end import directory_end_ids
 from lockstep.tokens.tokenizer import load_tokenizer
@@ -62,14 +61,13 @@ def start_engine(
         ranks: number of trainer processes.
 
     Raises:
-        InputError: the engine cannot load the model; the adapter cannot be sent alone, as vllm_enable_lora asks; vLLM was asked for
+        InputError: the engine cannot load the model; it cannot do what an option asks of it; vLLM was asked for
             and is not installed; or a server was started without something that training needs.
         LockstepError: a server did not answer in time.
     """
-    adapter: dict[str, Any] = {}
-    if config.vllm_enable_lora:
-        check_alone(policy)
-        adapter = adapter_arguments(*adapter_shape(policy))
+    further: dict[str, Any] = {}
+    for arguments_for in asked(ENGINES, config):
+        further |= arguments_for(policy)
     if config.vllm_mode == "server":
         urls = config.server_urls
         with busy(f"connecting to {', '.join(urls)}"):
@@ -86,7 +84,7 @@ def start_engine(
         tokenizer,
         use_vllm=config.use_vllm,
         vllm_arguments={
-            **_arguments_of(config, adapter),
+            **_arguments_of(config, further),
             "transport": transport_here(
                 config.vllm_weight_transport, config.vllm_server_timeout, deltas=config.vllm_weight_deltas
             ),
@@ -100,7 +98,7 @@ def start_engine(
     )
 
 
-def _arguments_of(config: OnlineConfig, adapter: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_of(config: OnlineConfig, further: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that only `VLLMInProcess` takes, as far as a config says them."""
     return {
         "gpu_memory_utilization": config.vllm_gpu_memory_utilization,
@@ -111,7 +109,7 @@ def _arguments_of(config: OnlineConfig, adapter: Mapping[str, Any]) -> dict[str,
         "engine_kwargs": {
             # With "vllm", vLLM would refuse the families that it runs through transformers only.
             "model_impl": "auto" if config.vllm_model_impl == "vllm" else config.vllm_model_impl,
-            **adapter,
+            **further,
             **(config.vllm_engine_kwargs or {}),  # type: ignore[dict-item]
         },
     }

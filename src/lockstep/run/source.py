@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -33,7 +33,6 @@ from lockstep.rollouts.recovery import Recovery
 from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.run.engine import check_directory, generations_ahead, shake_hands, start_engine
 from lockstep.run.server_changes import ServerChanges, server_changes
-from lockstep.sync.adapters.push import AdapterPusher
 from lockstep.sync.push import let_sleep, push_weights
 from lockstep.tokens.end import end_ids
 from lockstep.training.config.interruption import interruption_of
@@ -41,16 +40,12 @@ from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
 from lockstep.training.generate.rollouts.function import RolloutFunction
-from lockstep.training.generate.rollouts.tools import RolloutTools
+from lockstep.training.generate.rollouts.tools import Acting
 from lockstep.training.generate.scoring import Scoring
 from lockstep.watch.engine import EngineWatch, Proofs
 from lockstep.watch.push import NOT_PUSHED
 from lockstep.watch.settings import SettingsProof
 from lockstep.watch.turns import Record
-
-if TYPE_CHECKING:
-    # It needs the libraries of a web server.
-    from lockstep.training.generate.rollouts.agents import RolloutAgents
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +87,7 @@ class RolloutSource:
         longest: int,
         settings: SettingsProof,
         *,
-        tools: RolloutTools | RolloutAgents | None = None,
+        tools: Acting | None = None,
         function: RolloutFunction | None = None,
         images: ImagePrompts | None = None,
         alarms: Alarms,
@@ -113,7 +108,6 @@ class RolloutSource:
         bets = function is None
         self.watch = EngineWatch(policy, config, tokenizer, clock, ranks, settings, self.sampling, bets=bets)
         self._engine: Engine | None = given
-        self._adapters: AdapterPusher | None = None
         self._recovery: Recovery | None = None
         self._driver: Driver | None = None
         self._ahead: GenerationsAhead | None = None
@@ -153,9 +147,8 @@ class RolloutSource:
             if config.engine_sleeps and not getattr(engine, "can_sleep", False):
                 raise InputError("vllm_enable_sleep_mode is set, and the engine that was given cannot sleep")
             shake(engine)
-            self._adapters = AdapterPusher(self.policy, engine) if config.vllm_enable_lora else None
             self._recovery = Recovery(self._distrust)
-            proofs = self.watch.opened(engine, self._adapters, self._recovery, self.send)
+            proofs = self.watch.opened(engine, self._recovery, self.send)
             if self._tools is not None:
                 self.program = self._tools.start()
             calls = self._tools.calls if self._tools is not None else None
@@ -261,7 +254,7 @@ class RolloutSource:
             changes.after_push(version)
 
     def send(self, version: int) -> None:
-        """Send the policy's weights to the engine as `version`; merged, or the adapter alone.
+        """Send the policy's weights to the engine as `version`, in the way that the options ask for.
 
         Raises:
             ProofError: the engine did not receive, load or commit the weights, or computes with others.
@@ -270,8 +263,8 @@ class RolloutSource:
         with self._ahead.held() if self._ahead is not None else nullcontext():
             self.watch.pushing()
             with self._clock.phase("sync"), foreign_errors(NOT_PUSHED):
-                alone = self._adapters
-                record = push_weights(self.policy, self.engine, version) if alone is None else alone.push(version)
+                own = self.proofs.push.extension.push
+                record = push_weights(self.policy, self.engine, version) if own is None else own(version)
             self.watch.pushed(record)
 
     def sample(self, prompts: Sequence[Prompt], num_generations: int, version: int) -> list[RolloutGroup]:

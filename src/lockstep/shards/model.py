@@ -1,7 +1,7 @@
 """A sharded model: one group of weights per decoder layer and one for the rest.
 
-`fsdp.py` (FSDP2) or `zero/weights.py` (DeepSpeed ZeRO-3) holds the parts, gathers them and reduces gradients. What is here is the
-same for both. The trainer (`run/trainers/online.py`) shards the policy and the reference before the optimizer is made.
+A `ShardedWeights` holds the parts, gathers them and reduces gradients; `fsdp.py` has that of FSDP2. What is here is the
+same for each. The trainer (`run/trainers/online.py`) shards the policy and the reference before the optimizer is made.
 `sharded(model)` gives other code the `ShardedModel` of a model, or None where the model is whole on this rank.
 
 Gradients are summed in float32 and never averaged: the loss of a pack is its share of the whole step's loss. In float32, 1, 2 and
@@ -63,7 +63,7 @@ class ShardedModel:
         passes: of this run.
         device: the device of this rank.
         autocast: dtype of the forward's autocast; None: there is none.
-        shard: `FsdpWeights` or `ZeroWeights`.
+        shard: makes the `ShardedWeights`, for example `FsdpWeights`.
 
     Attributes:
         parameters: the sharded parameters by name. They are the ones that the optimizer changes, also while a layer is gathered.

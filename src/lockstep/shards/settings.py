@@ -1,4 +1,6 @@
-"""The user's FSDP2 configuration: TrainingArguments' `fsdp` and `fsdp_config`, or the environment of `accelerate launch`.
+"""What shards the models of a run: the user's FSDP2 configuration, and what another library's configuration must offer.
+
+FSDP2 is asked for by TrainingArguments' `fsdp` and `fsdp_config`, or by the environment of `accelerate launch`.
 
 accelerate's own FSDP plugin would wrap the model beside the proofs, and does not run on a CPU. So `take_settings` reads what it
 would read, and switches it off: `shards/model.py` then shards in the same way.
@@ -9,13 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import InputError
 from lockstep.homes import expanded
 
-# accelerate's switch, and the one that takes its place in the environment once it was read.
-_SWITCH, _TAKEN = "ACCELERATE_USE_FSDP", "LOCKSTEP_USE_FSDP"
+if TYPE_CHECKING:
+    from lockstep.shards.model import Shard
+
 # Names of `fsdp_config`, with the value that each must have, and why. The environment has the same names, in capitals, after FSDP_.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "offload_params": (False, "weights in host memory are not supported yet"),
@@ -38,6 +41,49 @@ class ShardSettings:
     fields: dict[str, Any]
 
 
+class Sharding(Protocol):
+    """The configuration of a library that shards the models instead of FSDP2."""
+
+    @property
+    def shards(self) -> bool:
+        """Whether models are sharded. If not, each rank holds whole models and a whole optimizer."""
+
+    @property
+    def title(self) -> str:
+        """The name of what shards, for the user."""
+
+    @property
+    def field(self) -> Any:
+        """The value of the field of TrainingArguments that asks; None if the environment asked."""
+
+    @property
+    def saves_less(self) -> str:
+        """What to say about memory that the user expects to save and that is not saved. Empty: nothing."""
+
+    @property
+    def weights(self) -> Shard:
+        """What shards a model. The library is imported when it is called."""
+
+    def check_values(self, fields: Any) -> None:
+        """Compare the configuration with the fields of the run.
+
+        Raises:
+            InputError: a value differs.
+        """
+
+
+def switched_on(library: str, environment: Mapping[str, str]) -> bool:
+    """Whether `accelerate launch` asks for a library (FSDP, DEEPSPEED), in this config or in an earlier one of the process."""
+    switches = (f"ACCELERATE_USE_{library}", f"LOCKSTEP_USE_{library}")
+    return any(environment.get(name, "false").lower() in ("true", "1", "yes", "on") for name in switches)
+
+
+def switch_off(library: str, environment: MutableMapping[str, str]) -> None:
+    """Replace accelerate's switch, so that accelerate makes no plugin and `switched_on` still says that it was set."""
+    if environment.pop(f"ACCELERATE_USE_{library}", None) is not None:
+        environment[f"LOCKSTEP_USE_{library}"] = "true"
+
+
 def take_settings(fsdp: Any, config: Any, environment: MutableMapping[str, str]) -> ShardSettings | None:
     """The user's configuration; None: models are whole on every rank. accelerate's switch in the environment is replaced.
 
@@ -47,8 +93,7 @@ def take_settings(fsdp: Any, config: Any, environment: MutableMapping[str, str])
     Raises:
         InputError: a setting is not supported. The error names it.
     """
-    switched = any(environment.get(name, "false").lower() in ("true", "1", "yes", "on") for name in (_SWITCH, _TAKEN))
-    if not fsdp and not switched:
+    if not fsdp and not switched_on("FSDP", environment):
         return None
     if fsdp:
         found, source = _fields(fsdp, config), "fsdp_config"
@@ -56,8 +101,7 @@ def take_settings(fsdp: Any, config: Any, environment: MutableMapping[str, str])
         found = {n.removeprefix("FSDP_").lower(): v for n, v in environment.items() if n.startswith("FSDP_")}
         source = "accelerate's environment"
     _check(found, source, default_version=2 if fsdp else 1)
-    if environment.pop(_SWITCH, None) is not None:
-        environment[_TAKEN] = "true"
+    switch_off("FSDP", environment)
     return ShardSettings(found if fsdp else {})
 
 

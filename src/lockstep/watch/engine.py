@@ -35,7 +35,6 @@ from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.driver import Start, decoding
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.recovery import Recovery
-from lockstep.sync.adapters.push import AdapterPusher
 from lockstep.sync.push import SyncRecord, drop_record
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.filters.id_rules import IdRules
@@ -49,8 +48,7 @@ from lockstep.watch.kept_sets import KeptSetStats
 from lockstep.watch.modules import ModuleProbe
 from lockstep.watch.optimizer_settings import Change
 from lockstep.watch.placeholders import check_placeholders
-from lockstep.watch.push import ProvenPusher, PushWatch
-from lockstep.watch.quantised_gap import QuantisationError
+from lockstep.watch.push import ProvenPusher, PushWatch, push_extension
 from lockstep.watch.receipt import RECEIPT, Receipt
 from lockstep.watch.receipt_lines import figures, start_line, step_line
 from lockstep.watch.rescoring import sampled_logps
@@ -72,7 +70,6 @@ class Proofs:
         clock: counts pushes under `sync` and proofs under `verify`.
         settings: what the user has asked for.
         sampling: the distribution of every request.
-        adapters: pushes the adapter alone; None: merged weights are pushed.
         recovery: repeats work that lost its engine.
         send: sends the weights as a version, and tells this watch of it.
         bets: whether the draws proof bets on the tokens.
@@ -90,7 +87,6 @@ class Proofs:
         clock: PhaseClock,
         settings: SettingsProof,
         sampling: Sampling,
-        adapters: AdapterPusher | None,
         recovery: Recovery,
         send: Callable[[int], None],
         *,
@@ -109,8 +105,7 @@ class Proofs:
             self.engine_dtype,
             self.precision,
             seed=config.seed,
-            quantised=config.vllm_quantization is not None,
-            adapters=adapters,
+            extension=push_extension(config),
             phase=clock.phase,
         )
         self.recovery, self._send, self._is_whole_due = recovery, send, False
@@ -142,13 +137,8 @@ class Proofs:
 
     @property
     def limit(self) -> Tolerance:
-        """The limits on the gap of the canary. With an engine in 8 bits they are known after the first canary."""
+        """The limits on the gap of the canary. Those of an extension may be known after the first canary."""
         return self.push.limit
-
-    @property
-    def quantisation(self) -> QuantisationError | None:
-        """What it changes that the engine holds the weights in 8 bits; None: it does not."""
-        return self.push.quantisation
 
     @property
     def limit_of_tokens(self) -> Tolerance:
@@ -239,8 +229,7 @@ class Proofs:
             self.engine_dtype,
             self.precision,
             seed=config.seed,
-            quantised=config.vllm_quantization is not None,
-            adapter_alone=config.vllm_enable_lora,
+            extension=push_extension(config),
         )
         try:
             pusher.push(version, canary=True)
@@ -316,7 +305,7 @@ class Proofs:
         self.push.canary = self._is_whole_due or self._config.engine_sleeps
         self.push.pushed(record)
         if self._is_whole_due:
-            self.push.sample_canary(self.distribution, record.version)
+            self.push.extension.sample_canary(self.distribution, record.version)
             self.tail.outer = self.push.limit_of_tokens
         self._is_whole_due = False
 
@@ -414,7 +403,7 @@ class Proofs:
         with self._clock.phase("verify"):
             check_count(gap, sampled, version)
             if gap.tokens:
-                self.measure_quantisation(completions, version)
+                self.measure_limits(completions, version)
             limit = self.tail.limit
             pools = self._config.max_staleness or limit.is_coarse
             # Some generations are judged twice, with the same tokens. The pool gets them once, and sets are compared once.
@@ -463,17 +452,15 @@ class Proofs:
 
     def _check_limits(self, gap: GapStats, completions: Sequence[Completion], version: int) -> None:
         if over_limits(gap, self.tail.limit):
-            # The limits of an engine in 8 bits are those of other tokens, unless these tokens were measured.
-            self.measure_quantisation(sorted(completions, key=lambda c: str(c.key) != gap.worst), version, always=True)
+            # The limits of an extension are those of other tokens, unless these tokens were measured.
+            self.measure_limits(sorted(completions, key=lambda c: str(c.key) != gap.worst), version, always=True)
         limit = self.tail.limit
         if over_limits(gap, limit):
             raise self.explained.error(gap, limit, completions, version)
 
-    def measure_quantisation(self, completions: Sequence[Completion], version: int, *, always: bool = False) -> None:
-        """Measure what an engine in 8 bits changes on these tokens, if it is due or `always`, and set the limits that follow."""
-        found = self.push.quantisation
-        if found is not None and (always or found.is_due(version)):
-            found.measure(completions, version, self.distribution, regular=not always)
+    def measure_limits(self, completions: Sequence[Completion], version: int, *, always: bool = False) -> None:
+        """Let the extension measure on these tokens, if it is due or `always`, and set the limits that follow."""
+        self.push.extension.measure(completions, version, self.distribution, always=always)
         self.tail.outer = self.push.limit_of_tokens
 
     def check_draws(self, draws: DrawStats, version: int) -> None:
@@ -491,8 +478,7 @@ class Proofs:
         """Metrics of the last push, and of the last generation's proofs."""
         kept = self.kept_sets.metrics() if self.distribution.sampling.is_filtered else {}
         pushed = {} if self.push.proof is None else self.push.proof.push.metrics()
-        if self.push.quantisation is not None:
-            pushed |= self.push.quantisation.metrics()
+        pushed |= self.push.extension.metrics()
         judged = self.judged_now.metrics()
         return pushed | kept | judged | self.ahead.metrics() | draw_metrics(self._draws, self._drawn)
 
@@ -598,9 +584,7 @@ class EngineWatch:
         self._limit = tolerance(config.engine_torch_dtype, config.precision.dtype_of(model))
         self._proofs: Proofs | None = None
 
-    def opened(
-        self, engine: Engine, adapters: AdapterPusher | None, recovery: Recovery, send: Callable[[int], None]
-    ) -> Proofs:
+    def opened(self, engine: Engine, recovery: Recovery, send: Callable[[int], None]) -> Proofs:
         """There is an engine on this rank. The arguments are those of `Proofs`."""
         self._proofs = Proofs(
             self.model,
@@ -610,7 +594,6 @@ class EngineWatch:
             self._clock,
             self._settings,
             self._sampling,
-            adapters,
             recovery,
             send,
             bets=self._bets,

@@ -34,7 +34,7 @@ _OF_MODULES = {
 _OF_TENSORS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "hook after the accumulation"}
 _LIBRARIES = ("lockstep", "transformers", "accelerate", "peft", "torch.distributed", "deepspeed", "bitsandbytes")
 # Faults that are injected are nobody's own.
-_FAULTS = "lockstep.verify.faults"
+_FAULTS = "lockstep.extras.selftest"
 
 
 def standing(trained: Sequence[torch.nn.Module], backward: Callable[..., Any]) -> Standing:

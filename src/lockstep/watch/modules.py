@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -42,13 +42,10 @@ from lockstep.contract.probe import (
     probe_experts,
     probe_rows,
     probe_vector,
-    quantised_vector,
 )
 from lockstep.contract.protocol import ProbedEngine
-from lockstep.contract.tensors import codes_digest
-from lockstep.definitions.quantisation import quantised_rows
-from lockstep.engines.vllm.arguments import QUANTIZATIONS
 from lockstep.errors import InputError, ProofError
+from lockstep.extensions import HELD_FORMS, load
 from lockstep.models.adapters import head_name
 from lockstep.sync.push import weights_of
 from lockstep.sync.source import PlainSource
@@ -120,6 +117,22 @@ class _Compared:
         return (self.expected, self.size, *(() if self.inner is None else (self.inner,)))
 
 
+class HeldForm(Protocol):
+    """How the linear modules of one scheme hold their weights, if this is not how they are sent (`HELD_FORMS`)."""
+
+    def vector(self, seed: int, module: str, size: int) -> torch.Tensor:
+        """(size,) float32: the input that engine and trainer give to a module instead of the probe vector."""
+
+    def values(self, rows: torch.Tensor) -> torch.Tensor:
+        """(rows, inputs) float32: the values that the engine should hold, of rows in the engine's dtype."""
+
+    def digest(self, weights: Iterator[torch.Tensor]) -> str:
+        """The digest of what a module should hold of its weights: (outputs, inputs) each, in the engine's dtype."""
+
+    def digests(self, engine: ProbedEngine, names: Sequence[str]) -> dict[str, str]:
+        """The digest of what each named module holds; empty where it cannot be read."""
+
+
 class ModuleProbe:
     """Compares an engine's modules with a model's weights.
 
@@ -151,17 +164,11 @@ class ModuleProbe:
         if not self.modules.probed:
             raise InputError("the engine runs no module under the trained model's names; it cannot be proven")
         for module in self.modules.probed.values():
-            if module.quantization and (module.quantization not in QUANTIZATIONS or module.kind != "linear"):
+            if module.quantization and (module.quantization not in HELD_FORMS or module.kind != "linear"):
                 raise InputError(
                     f"the engine computes {module.name} in 8 bits by {module.quantization}, which cannot be proven yet: linear "
-                    f"layers in {', '.join(QUANTIZATIONS)} can, experts cannot; leave vllm_quantization out"
+                    f"layers in {', '.join(HELD_FORMS)} can, experts cannot; leave vllm_quantization out"
                 )
-
-    @property
-    def quantised_tensors(self) -> tuple[str, ...]:
-        """Checkpoint names of the weights that the engine holds in 8 bits."""
-        quantised = (module for module in self.modules.probed.values() if module.quantization)
-        return tuple(dict.fromkeys(name for module in quantised for name in module.tensors))
 
     @torch.no_grad()
     def measure(self, seed: int, *, every: bool) -> ProbeRecord:
@@ -201,17 +208,22 @@ class ModuleProbe:
 
     def _compared_codes(self, names: list[str]) -> tuple[int, tuple[str, ...]]:
         """The number of modules whose codes and scales were compared, and the names of those that differ from the trainer's."""
-        told = {name: digest for name, digest in self._engine.codes(names).items() if digest} if names else {}
+        told: dict[str, str] = {}
+        for scheme in dict.fromkeys(self.modules.probed[name].quantization for name in names):
+            own = [name for name in names if self.modules.probed[name].quantization == scheme]
+            told |= {name: digest for name, digest in self._form(scheme).digests(self._engine, own).items() if digest}
         return len(told), tuple(name for name, digest in told.items() if digest != self._codes_digest(name))
 
     def _codes_digest(self, name: str) -> str:
-        """The digest that a module in 8 bits must have: that of the codes of its weights, in the order of its outputs."""
-        weights = (self._source.tensor(tensor) for tensor in self.modules.probed[name].tensors)
-        rows = [
-            quantised_rows((weight.T if self._transposed(tensor) else weight).to(self._dtype))
-            for tensor, weight in zip(self.modules.probed[name].tensors, weights, strict=True)
-        ]
-        return codes_digest(torch.cat([r.codes for r in rows]), torch.cat([r.scales for r in rows]))
+        """The digest that a module in another form must have: that of its weights, in the order of its outputs."""
+        module = self.modules.probed[name]
+        weights = ((tensor, self._source.tensor(tensor)) for tensor in module.tensors)
+        return self._form(module.quantization).digest(
+            (weight.T if self._transposed(tensor) else weight).to(self._dtype) for tensor, weight in weights
+        )
+
+    def _form(self, scheme: str) -> HeldForm:
+        return load(HELD_FORMS[scheme])()
 
     def _weights(self) -> PlainSource:
         return weights_of(self._model) if self._given is None else self._given(self._model)
@@ -303,7 +315,7 @@ class ModuleProbe:
         if module.kind == "values":
             expected = self._cast(weight).flatten()
             return [_Compared(found[0], expected, expected)]
-        draw = quantised_vector if module.quantization else probe_vector
+        draw = self._form(module.quantization).vector if module.quantization else probe_vector
         vector = sent(draw(seed, module.name, self._inputs(tensor)), weight.device)
         if module.kind == "embedding":
             rows = probe_rows(seed, module.name, len(weight), every=every)
@@ -328,7 +340,9 @@ class ModuleProbe:
 
     def _held(self, module: ProbedModule, rows: torch.Tensor) -> torch.Tensor:
         """The values of some rows of a weight that the engine should hold, in float32."""
-        return quantised_rows(rows.to(self._dtype)).values() if module.quantization else self._cast(rows)
+        if not module.quantization:
+            return self._cast(rows)
+        return self._form(module.quantization).values(rows.to(self._dtype))
 
     def _inputs(self, tensor: str) -> int:
         return self._source.shape(tensor)[0 if self._transposed(tensor) else 1]

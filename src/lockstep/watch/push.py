@@ -5,41 +5,29 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from lockstep.contract.distribution import Distribution
-from lockstep.contract.protocol import Engine
+from lockstep.contract.protocol import Completion, Engine
 from lockstep.errors import foreign_errors
+from lockstep.extensions import PUSHES, asked
 from lockstep.models.autocast import Precision
-from lockstep.sync.adapters.push import AdapterPusher
-from lockstep.sync.adapters.source import EffectiveSource
 from lockstep.sync.push import SyncRecord, forget_push, push_weights
-from lockstep.tokens.tokenizer import embedding_rows
-from lockstep.watch.adapter_probe import check_adapter_probe
-from lockstep.watch.canary import canary_sequences, check_canary, score_canary
+from lockstep.sync.source import PlainSource
+from lockstep.watch.canary import check_canary, score_canary
 from lockstep.watch.gap import GapStats
 from lockstep.watch.modules import ModuleProbe, ProbeRecord, check_probe
-from lockstep.watch.quantised_gap import QuantisationError, widened
-from lockstep.watch.quantised_whole_inputs import sample_with_whole_inputs, score_with_whole_inputs
 from lockstep.watch.tolerances import Tolerance, tolerance
-
-_logger = logging.getLogger(__name__)
 
 # What failed if an engine or a library fails during a push.
 NOT_PUSHED = "the weights could not be pushed into the engine"
 Phase = Callable[[str], AbstractContextManager]
-# Told once, where the sharper canary of an engine in 8 bits is left out.
-_COMPILED = (
-    "the engine runs compiled programs (CUDA graphs) or packed codes, so its layers in 8 bits cannot leave their inputs as "
-    "they are: the canary without quantised inputs is left out, and log-probs are held to the wider limits of 8 bits. "
-    "vllm_engine_kwargs: {enforce_eager: true}, or --enforce-eager for a server, brings it back where programs are the reason"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +45,72 @@ class PushProof:
     canary: GapStats | None
 
 
+class PushExtension:
+    """What an extra adds to the pushes into an engine and to their proofs. This class itself adds nothing.
+
+    Args:
+        watch: proves the pushes.
+
+    Attributes:
+        push: sends the model as a version, instead of `push_weights`; None: `push_weights` sends it.
+        source: the weights with which the engine's modules should compute (`ModuleProbe`); None: those that a push sends.
+    """
+
+    push: Callable[[int], SyncRecord] | None = None
+    source: Callable[[PreTrainedModel], PlainSource] | None = None
+
+    def __init__(self, watch: PushWatch) -> None:
+        self.watch = watch
+
+    def prove_modules(self, seed: int, version: int, *, every: bool) -> None:
+        """Prove what the engine's modules compute, after the module probe has passed.
+
+        Raises:
+            ProofError: a module computes something else.
+        """
+
+    def limit(self, of_dtypes: Tolerance) -> Tolerance:
+        """The limits on the canary's gap, from the limits of the dtypes."""
+        return of_dtypes
+
+    def limit_of_tokens(self, of_dtypes: Tolerance) -> Tolerance:
+        """The limits on the gap of sampled tokens."""
+        return of_dtypes
+
+    def prove_canary(self, version: int) -> None:
+        """Prove what must be proven before the canary is scored.
+
+        Raises:
+            ProofError: the engine computes something else.
+        """
+
+    def sample_canary(self, distribution: Distribution, version: int) -> None:
+        """After the push of a start, let the engine sample from the run's distribution, and prove what it samples.
+
+        Raises:
+            ProofError: the engine samples from another distribution.
+        """
+
+    def measure(
+        self, completions: Sequence[Completion], version: int, distribution: Distribution, *, always: bool
+    ) -> None:
+        """Measure on sampled tokens what the limits depend on, if it is due or `always`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the run."""
+        return {}
+
+    def receipt(self) -> dict[str, Any]:
+        """Fields of the receipt's line of a push."""
+        return {}
+
+
+def push_extension(options: object) -> Callable[[PushWatch], PushExtension]:
+    """What extends the pushes of a run with these options."""
+    found = asked(PUSHES, options)
+    return found[0] if found else PushExtension
+
+
 class PushWatch:
     """The proofs of the pushes of one model into one engine.
 
@@ -69,8 +123,7 @@ class PushWatch:
         engine_dtype: the dtype in which the engine computes.
         precision: the dtypes in which the trainer computes its forward.
         seed: seed of the run; the probe vectors depend on it and on the version.
-        quantised: whether the engine holds the weights in 8 bits.
-        adapters: pushes the adapter alone, for vLLM's own LoRA; None: merged weights are pushed.
+        extension: makes what an extra adds (`push_extension`).
         phase: measures the time of the proofs ("verify").
 
     Attributes:
@@ -87,34 +140,30 @@ class PushWatch:
         precision: Precision,
         *,
         seed: int = 0,
-        quantised: bool = False,
-        adapters: AdapterPusher | None = None,
+        extension: Callable[[PushWatch], PushExtension] = PushExtension,
         phase: Phase = lambda name: nullcontext(),
     ) -> None:
-        self._model, self._engine, self._dtype = model, engine, engine_dtype
+        self.model, self.engine, self.engine_dtype = model, engine, engine_dtype
         self.precision = precision
-        self._limit = tolerance(engine_dtype, precision.dtype_of(model))
-        self.quantisation = (
-            QuantisationError(model, engine_dtype, precision, lambda: self.module_probe.quantised_tensors)
-            if quantised
-            else None
-        )
-        self._seed, self._phase, self._adapters = seed, phase, adapters
+        # The limits that follow from the dtypes alone.
+        self.of_dtypes = tolerance(engine_dtype, precision.dtype_of(model))
+        self._seed, self._phase = seed, phase
         self._module_probe: ModuleProbe | None = None
         self._probed: tuple[str, ...] = ()
-        self._trusted, self._told = False, False
+        self._trusted = False
         self.every_module, self.canary = True, False
         self.proof: PushProof | None = None
+        self.extension = extension(self)
 
     @property
     def limit(self) -> Tolerance:
         """The limits on the canary's gap."""
-        return self._limit if self.quantisation is None else widened(self._limit, self.quantisation.canary)
+        return self.extension.limit(self.of_dtypes)
 
     @property
     def limit_of_tokens(self) -> Tolerance:
         """The limits on the gap of sampled tokens."""
-        return self._limit if self.quantisation is None else widened(self._limit, self.quantisation.of_tokens)
+        return self.extension.limit_of_tokens(self.of_dtypes)
 
     @property
     def module_probe(self) -> ModuleProbe:
@@ -123,16 +172,10 @@ class PushWatch:
         Raises:
             InputError: the engine runs no module under the trained model's names.
         """
-        members: tuple[str, ...] = getattr(self._engine, "members", ())
+        members: tuple[str, ...] = getattr(self.engine, "members", ())
         if self._module_probe is None or members != self._probed:
             self._probed = members
-            if self._adapters is None:
-                self._module_probe = ModuleProbe(self._model, self._engine, self._dtype)
-            else:
-                dtype = self._dtype
-                self._module_probe = ModuleProbe(
-                    self._model, self._engine, dtype, source=lambda model: EffectiveSource(model, dtype)
-                )
+            self._module_probe = ModuleProbe(self.model, self.engine, self.engine_dtype, source=self.extension.source)
         return self._module_probe
 
     def distrust(self) -> None:
@@ -145,7 +188,7 @@ class PushWatch:
         if not self._trusted:
             self.every_module = True
             # What was left out would stay as it is, also if it is wrong.
-            forget_push(self._engine)
+            forget_push(self.engine)
         self._trusted = False
 
     def pushed(self, record: SyncRecord) -> PushProof:
@@ -172,8 +215,7 @@ class PushWatch:
         seed = self._seed * 1_000_003 + version
         record = self.module_probe.measure(seed, every=every_module)
         check_probe(record, version)
-        if self._adapters is not None:
-            check_adapter_probe(self._model, self._adapters.receiver, self._dtype, seed, version, every=every_module)
+        self.extension.prove_modules(seed, version, every=every_module)
         return record
 
     @foreign_errors("the canary could not be scored")
@@ -183,58 +225,15 @@ class PushWatch:
         Raises:
             ProofError: the gap is over its limit.
         """
-        context = self._engine.settings().max_model_len
-        if self.quantisation is not None:
-            sequences = canary_sequences(embedding_rows(self._model), context)
-            self.quantisation.measure_canary(sequences)
-            self.quantisation.with_whole_inputs = score_with_whole_inputs(
-                self._engine, self.quantisation, sequences, self._limit, version
-            )
-            if self.quantisation.with_whole_inputs is None and not self._told:
-                self._told = True
-                _logger.info(_COMPILED)
-        gap = score_canary(self._model, self._engine, context, self.precision)
+        context = self.engine.settings().max_model_len
+        self.extension.prove_canary(version)
+        gap = score_canary(self.model, self.engine, context, self.precision)
         check_canary(gap, self.limit, version)
         return gap
 
-    @foreign_errors("the canary could not be sampled without quantised inputs")
-    def sample_canary(self, distribution: Distribution, version: int) -> None:
-        """Let an engine in 8 bits sample from the run's distribution without quantised inputs.
-
-        `watch/quantised_whole_inputs.py` has the proof.
-
-        Raises:
-            ProofError: the gap is over a limit of the dtypes.
-        """
-        if self.quantisation is not None:
-            context = self._engine.settings().max_model_len
-            sequences = canary_sequences(embedding_rows(self._model), context)
-            self.quantisation.sampled_with_whole_inputs = sample_with_whole_inputs(
-                self._engine, self.quantisation, sequences, distribution, self._limit, version
-            )
-
 
 class ProvenPusher(PushWatch):
-    """Pushes a model's weights into an engine and proves each push.
-
-    Args:
-        adapter_alone: whether the engine gets the adapter alone, for vLLM's own LoRA, instead of merged weights.
-        seed, quantised: as `PushWatch` has them.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        engine: Engine,
-        engine_dtype: torch.dtype,
-        precision: Precision,
-        *,
-        seed: int = 0,
-        quantised: bool = False,
-        adapter_alone: bool = False,
-    ) -> None:
-        adapters = AdapterPusher(model, engine) if adapter_alone else None
-        super().__init__(model, engine, engine_dtype, precision, seed=seed, quantised=quantised, adapters=adapters)
+    """Pushes a model's weights into an engine and proves each push. Its arguments are those of `PushWatch`."""
 
     def push(self, version: int, *, every_module: bool = False, canary: bool = False) -> PushProof:
         """Push the weights as `version`, and prove that the engine computes with them.
@@ -250,6 +249,6 @@ class ProvenPusher(PushWatch):
         self.every_module, self.canary = every_module, canary
         self.pushing()
         with foreign_errors(NOT_PUSHED):
-            adapters = self._adapters
-            record = push_weights(self._model, self._engine, version) if adapters is None else adapters.push(version)
+            own = self.extension.push
+            record = push_weights(self.model, self.engine, version) if own is None else own(version)
         return self.pushed(record)

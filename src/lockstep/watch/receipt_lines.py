@@ -93,15 +93,7 @@ def figures(gap: GapStats, limit: Tolerance | None = None) -> dict[str, float]:
 
 
 def _of_push(pusher: PushWatch) -> dict[str, Any]:
-    """What the last probe has found; for an engine in 8 bits, also its codes, its quantisation error and its second canary."""
+    """What the last probe has found, and what an extension of the push adds."""
     assert pusher.proof is not None
-    probed, found = pusher.proof.probe, pusher.quantisation
-    name, error = probed.worst
-    fields: dict[str, Any] = {"worst_module": {"name": name, "error": error}}
-    if found is not None:
-        fields["quantisation"] = {"codes": probed.codes, **found.figures()}
-        whole = {"canary": found.with_whole_inputs, "sampled": found.sampled_with_whole_inputs}
-        fields["quantisation"] |= {
-            f"{name}_with_whole_inputs": figures(gap) for name, gap in whole.items() if gap is not None
-        }
-    return fields
+    name, error = pusher.proof.probe.worst
+    return {"worst_module": {"name": name, "error": error}, **pusher.extension.receipt()}

@@ -15,7 +15,7 @@ _REASONS = {
     "engines/test_vllm_requests.py::test_weights_and_cache_have_the_bytes_that_are_counted_before_a_run_loads_its_model": (
         "counts the memory of a run on a CPU"
     ),
-    "verify/test_verify_command.py::TestBadInput::test_a_model_that_the_engine_cannot_load": (
+    "extras/verify/test_verify_command.py::TestBadInput::test_a_model_that_the_engine_cannot_load": (
         "its heads of 16 are missing among a CPU's kernels only"
     ),
     **{

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
+from lockstep import extensions
 from lockstep.cli.fields.description import FIELDS_FILE
 from lockstep.files import replace_text
 
@@ -23,8 +24,7 @@ CLASSES = {
     "online-dpo": (_RUN, "lockstep:OnlineDPOConfig"),
     "reinforce-pp": (_RUN, "lockstep:ReinforcePPConfig"),
     "ppo": (_RUN, "lockstep:PPOConfig"),
-    "gateway": ("lockstep.cli.gateway:GatewayArguments", "lockstep:GRPOConfig"),
-    "verify": ("lockstep.cli.verify:VerifyArguments", "lockstep.verify.stage:StageConfig"),
+    **extensions.FIELDS,
 }
 _TYPES = {int: "int", float: "float", str: "text"}
 # What fields of transformers mean here, where its own help says something else.

@@ -199,19 +199,14 @@ class VLLMServer:
         answers = self.servers.each_number(outputs_of)
         return {name: decode_floats(text) for found in answers for name, text in found.items()}
 
-    def codes(self, names: Sequence[str]) -> dict[str, str]:
-        def digests_of(number: int) -> dict[str, str]:
-            server = self._servers[number]
-            own = [name for name in names if name.rpartition("/")[0] == self.servers.name_of(number)]
-            return agreed_answers(server.workers("lockstep_codes", json.dumps(own)), server.url) if own else {}
+    def ask_workers(self, question: str, arguments: Callable[[str], Sequence[Any] | None]) -> dict[str, Sequence[Any]]:
+        def answers_of(number: int) -> tuple[str, list[Any]]:
+            server, name = self._servers[number], self.servers.name_of(number)
+            given = arguments(name)
+            workers = [] if given is None else server.workers("lockstep_ask", question, json.dumps(given))
+            return name, [worker["answer"] for worker in workers]
 
-        return {name: digest for found in self.servers.each_number(digests_of) for name, digest in found.items()}
-
-    def quantise_inputs(self, wanted: bool) -> bool:
-        answers = [
-            found for workers in self.servers.workers("lockstep_quantise_inputs", str(wanted)) for found in workers
-        ]
-        return all(found["set"] for found in answers)
+        return {name: answers for name, answers in self.servers.each_number(answers_of) if answers}
 
     def server_of(self, key: RequestKey) -> str:
         """URL of the server that has answered a request; empty if the request is too old."""

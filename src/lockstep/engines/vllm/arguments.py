@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from lockstep.contract.tensors import dtype_name
 from lockstep.engines.vllm.port.patches import CPU_NORMS
 from lockstep.errors import InputError, one_line
+from lockstep.extensions import HELD_FORMS
 from lockstep.model_files import load_files
 from lockstep.models.state import keeps_state
 
@@ -35,7 +36,7 @@ GRAMMAR_BACKEND = "xgrammar"
 MODEL_IMPLEMENTATIONS = ("vllm", "auto", "transformers")
 
 # vLLM's names of the schemes in which an engine may hold the weights in 8 bits (`vllm_quantization`).
-QUANTIZATIONS = ("fp8_per_channel",)
+QUANTIZATIONS = tuple(HELD_FORMS)
 
 # Engine arguments that change tokens or log-probs and that no proof reads back.
 REFUSED = frozenset(

@@ -58,6 +58,7 @@ from lockstep.engines.vllm.workers.kept_process import process_kept
 from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
 from lockstep.engines.vllm.workers.start import start_vllm
 from lockstep.errors import InputError, LockstepError, ProofError, foreign_errors, told
+from lockstep.extensions import WORKERS, load
 from lockstep.images.pictures import PromptPictures
 from lockstep.model_files import load_files
 from lockstep.models.vision import reads_pictures
@@ -315,17 +316,10 @@ class VLLMInProcess:
         answers = self.call(probe_modules, tuple(names), seed, every, self.adapters.name)
         return agreed_answers(answers, "vLLM in this process", torch.equal)
 
-    def codes(self, names: Sequence[str]) -> dict[str, str]:
-        from lockstep.engines.vllm.port.quantised import code_digests
-
+    def ask_workers(self, question: str, arguments: Callable[[str], Sequence[Any] | None]) -> dict[str, Sequence[Any]]:
         self._check_awake()
-        return agreed_answers(self.call(code_digests, tuple(names)), "vLLM in this process")
-
-    def quantise_inputs(self, wanted: bool) -> bool:
-        from lockstep.engines.vllm.port.quantised import quantise_inputs
-
-        self._check_awake()
-        return all(self.call(quantise_inputs, wanted))
+        given = arguments("")
+        return {} if given is None else {"": self.call(load(WORKERS[question]), *given)}
 
     def score(self, sequences: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[float, ...]]:
         self._awake()

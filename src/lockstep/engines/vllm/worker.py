@@ -15,6 +15,7 @@ from lockstep.contract.probe import encode_floats
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.vllm.port.engine import has_open_update
 from lockstep.engines.vllm.port.settings import effective_settings, splits_prompts
+from lockstep.extensions import WORKERS, load
 from lockstep.sync.wire.cuda_ipc import read_test_buffer
 from lockstep.sync.wire.deltas import available_bytes
 from lockstep.sync.wire.nccl import identity_of
@@ -81,17 +82,9 @@ class LockstepWorker:
         answers = probe_modules(self, tuple(json.loads(names)), int(seed), json.loads(every), adapter or None)
         return {name: encode_floats(answer) for name, answer in answers.items()}
 
-    def lockstep_codes(self, names: str) -> dict[str, str]:
-        """The digest of the codes and scales of each named module in 8 bits; empty where they cannot be read."""
-        from lockstep.engines.vllm.port.quantised import code_digests
-
-        return code_digests(self, tuple(json.loads(names)))
-
-    def lockstep_quantise_inputs(self, wanted: str) -> dict[str, bool]:
-        """Set whether the modules in 8 bits quantise their inputs. Returns whether it could be set."""
-        from lockstep.engines.vllm.port.quantised import quantise_inputs
-
-        return {"set": quantise_inputs(self, wanted == "True")}
+    def lockstep_ask(self, question: str, arguments: str) -> dict[str, Any]:
+        """What an extra wants to know of this worker (`WORKERS` of `lockstep.extensions`)."""
+        return {"answer": load(WORKERS[question])(self, *json.loads(arguments))}
 
     def lockstep_pictures(self, digests: str) -> dict[str, str | None]:
         """For each digest, the digest of the tensors that this worker has encoded under it; None: it has encoded none."""

@@ -1,6 +1,6 @@
 """Communication of several trainer ranks, one of which owns the engine.
 
-Every rank sends its part, the owner works on all parts, and each rank gets an answer. The trainers and `integrations/` make the
+Every rank sends its part, the owner works on all parts, and each rank gets an answer. The trainers and `extras/trl/` make the
 same calls on every rank. One call is one gather and one scatter. A rank without data also takes part. An error on any rank is
 raised on all ranks. No answer is matched by its position. Ranks send JSON and arrays (`rollouts/across_ranks/frames.py`), without
 pickle. If the answer is the same object for every rank, the owner encodes it once and broadcasts it.

@@ -23,7 +23,6 @@ from lockstep.contract.protocol import Engine
 from lockstep.definitions.optimizer import optimizer_fields
 from lockstep.definitions.settings import UserSettings, user_settings
 from lockstep.errors import InputError
-from lockstep.gateway.agents import AgentFunction
 from lockstep.models.adapters import causal_model
 from lockstep.models.cuda import marks_of, prepare_cuda
 from lockstep.models.liger import check_gpu
@@ -74,6 +73,7 @@ from lockstep.tokens.end import end_ids
 from lockstep.tokens.tokenizer import embedding_rows
 from lockstep.training.config.built_once import check_adapter
 from lockstep.training.config.checks import check_installed
+from lockstep.training.config.fields.agents import AgentFunction
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.config.sampling import sampling_of
 from lockstep.training.data.prompt_order import MicroBatch, PromptLoader, make_loader, order_of

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.gateway.agents import AgentFunction
 from lockstep.rollouts.programs.environments import Factory
 from lockstep.rollouts.scores.judges import JudgeScorer
 from lockstep.rollouts.scores.rewards import Given, ProcessingClasses, Scorer
 from lockstep.run.trainers.online import Data, OnlineTrainer
+from lockstep.training.config.fields.agents import AgentFunction
 from lockstep.training.data.rehearsal import rehearse_judge
 from lockstep.training.generate.rollouts.function import RolloutFunc
 from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective

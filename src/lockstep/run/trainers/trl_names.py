@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
 from transformers import GenerationConfig, Trainer
@@ -31,12 +31,8 @@ from lockstep.run.source import RolloutSource
 from lockstep.run.trainers.attribute import Absent, Attribute, OnceGiven
 from lockstep.training.config.checks import check_number
 from lockstep.training.forward.reference import Reference
-from lockstep.training.generate.rollouts.tools import RolloutTools
+from lockstep.training.generate.rollouts.tools import Acting, RolloutTools
 from lockstep.training.methods.objective import Objective
-
-if TYPE_CHECKING:
-    # It needs the libraries of a web server.
-    from lockstep.training.generate.rollouts.agents import RolloutAgents
 
 _logger = logging.getLogger(__name__)
 
@@ -89,7 +85,7 @@ class TRLNames(Trainer):
     inputs: dict[str, Any]
     changes: Changes
     _scorer: Scorer
-    rollout_tools: RolloutTools | RolloutAgents | None
+    rollout_tools: Acting | None
     # Arguments of the constructor that TRL's trainers keep, by name.
     _given: dict[str, Any]
     # Ids that end a completion.

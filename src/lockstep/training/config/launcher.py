@@ -1,7 +1,7 @@
 """What `accelerate launch` sets in the environment beside the config: each variable that changes numerics is taken or refused.
 
 transformers and accelerate read these variables on their own, and the trainer would then compute otherwise than its config says.
-FSDP's variables are read by `shards/settings.py`, DeepSpeed's by `shards/zero/settings.py`. torchrun sets only ranks, addresses and
+The variables of FSDP and of DeepSpeed are read where their configurations are read. torchrun sets only ranks, addresses and
 threads, which are read as they are.
 """
 

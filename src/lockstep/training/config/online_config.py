@@ -20,12 +20,12 @@ from lockstep.algorithms.corrections import CorrectionMode
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, check_adapters, usual_sequences
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
+from lockstep.extensions import SHARDINGS, load
 from lockstep.models.autocast import Precision
 from lockstep.models.liger import liger_config
 from lockstep.models.policy import check_init_kwargs
 from lockstep.secret import masked, without_secrets
-from lockstep.shards.settings import take_settings
-from lockstep.shards.zero.settings import check_values, take_zero_settings
+from lockstep.shards.settings import Sharding, switched_on, take_settings
 from lockstep.tokens.clock import NAME_IN_TEMPLATES, TemplateClock
 from lockstep.training.config.built_once import check_accelerator, check_mappings
 from lockstep.training.config.checks import check_fields
@@ -264,7 +264,10 @@ class OnlineConfig(
         ask_for_determinism(self, os.environ)
         # The trainer shards the models itself, on a CPU too, so that accelerate must not.
         self.shards = take_settings(self.fsdp, self.fsdp_config, os.environ)  # type: ignore[has-type]
-        self.zero = take_zero_settings(self.deepspeed, os.environ)  # type: ignore[has-type]
+        asks = self.deepspeed or switched_on("DEEPSPEED", os.environ)  # type: ignore[has-type]
+        self.zero: Sharding | None = None
+        if asks:
+            self.zero = load(SHARDINGS["deepspeed"])(self.deepspeed, os.environ)  # type: ignore[has-type]
         if self.shards is not None and self.zero is not None:
             raise InputError("FSDP and DeepSpeed are both asked for; leave one of the two out")
         self.fsdp = self.fsdp_config = self.deepspeed = None
@@ -275,7 +278,7 @@ class OnlineConfig(
             super().__post_init__()
         use_one_gpu(self)
         if self.zero is not None:
-            check_values(self.zero, self)
+            self.zero.check_values(self)
             self.deepspeed = self.zero.field
             if self.zero.saves_less and self.process_index == 0:
                 _logger.warning(self.zero.saves_less)
@@ -324,7 +327,7 @@ class OnlineConfig(
     def sharded_by(self) -> str | None:
         """What shards the models over ranks: FSDP, DeepSpeed ZeRO-3, or nothing."""
         if self.zero is not None and self.zero.shards:
-            return "DeepSpeed ZeRO-3"
+            return self.zero.title
         return None if self.shards is None else "FSDP"
 
     @property

@@ -7,7 +7,7 @@ functions have logged.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.report.alarms import Alarms
 from lockstep.rollouts.across_ranks.ranks import Ranks
@@ -15,12 +15,8 @@ from lockstep.rollouts.across_ranks.wire import scores_from_wire, scores_to_wire
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.scores.reward_log import RewardLog
 from lockstep.rollouts.scores.rewards import Scorer
-from lockstep.training.generate.rollouts.tools import RolloutTools
+from lockstep.training.generate.rollouts.tools import Acting
 from lockstep.training.step.distributed import share_of
-
-if TYPE_CHECKING:
-    # It needs the libraries of a web server.
-    from lockstep.training.generate.rollouts.agents import RolloutAgents
 
 # Seconds beyond the limits of the reward functions in which they must have ended in another thread.
 _ENDING = 60.0
@@ -36,9 +32,7 @@ class Scoring:
         alarms: of the run.
     """
 
-    def __init__(
-        self, scorer: Scorer, ranks: Ranks, tools: RolloutTools | RolloutAgents | None, alarms: Alarms
-    ) -> None:
+    def __init__(self, scorer: Scorer, ranks: Ranks, tools: Acting | None, alarms: Alarms) -> None:
         self._scorer, self._ranks, self._tools, self._alarms = scorer, ranks, tools, alarms
         self.log = RewardLog()
 

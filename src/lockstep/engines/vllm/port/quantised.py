@@ -1,18 +1,19 @@
 """What a vLLM engine in 8 bits holds: which modules are quantised, and the digests of their codes and scales.
 
-It runs inside a worker. The digests are compared with the codes of the trainer's weights. For a second canary
-(`watch/push.py`), the modules can leave their inputs as they are.
+It runs inside a worker (`WORKERS` of `lockstep.extensions`). The digests are compared with the codes of the trainer's
+weights. For a second canary, the modules can leave their inputs as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
 
-from lockstep.contract.tensors import codes_digest
+from lockstep.contract.probe import codes_digest
 
 _SCHEMES = {Fp8PtpcOnlineLinearMethod: "fp8_per_channel"}
 
@@ -27,7 +28,7 @@ def quantization_of(module: Any) -> str:
     return _SCHEMES[type(method)] if known else type(method).__name__
 
 
-def code_digests(worker: Any, names: tuple[str, ...]) -> dict[str, str]:
+def code_digests(worker: Any, names: Sequence[str]) -> dict[str, str]:
     """The digest of each named module's codes and scales (`codes_digest`); empty where they cannot be read.
 
     They cannot be read where workers share the module, and where vLLM's kernel has packed or padded them.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from lockstep.errors import InputError, check_extra
+from lockstep.errors import InputError
+from lockstep.extensions import PROGRAMS, load
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.loaded_checks import check_finite
 from lockstep.models.policy import context_length
@@ -18,10 +19,7 @@ from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.training.config.fields.filters import FilterFields
 from lockstep.training.forward.routing import check_routers
 from lockstep.training.forward.scoring import check_scorable, why_plain_rows
-from lockstep.training.generate.rollouts.tools import RolloutTools
-
-if TYPE_CHECKING:
-    from lockstep.training.generate.rollouts.agents import RolloutAgents
+from lockstep.training.generate.rollouts.tools import Acting, RolloutTools
 
 _logger = logging.getLogger(__name__)
 
@@ -52,12 +50,12 @@ def rollout_tools(
     ranks: Ranks,
     dataset: Dataset,
     model: Any,
-) -> RolloutTools | RolloutAgents | None:
+) -> Acting | None:
     """The tools and environments of a trainer, or its agents; None if it has none.
 
     Raises:
-        InputError: as in `RolloutTools` and `RolloutAgents`; or a `rollout_func` is given beside them, with generations ahead, or
-            with filters that need kept ids; or an agent beside others; or a setting counts the tokens of one call to the engine.
+        InputError: as in `RolloutTools`; the agent is none; or a `rollout_func` is given beside them, with generations ahead,
+            or with filters that need kept ids; or an agent beside others; or a setting counts the tokens of one call to the engine.
     """
     acting = bool(tools) or environment_factory is not None
     if agent is not None:
@@ -66,7 +64,8 @@ def rollout_tools(
                 "an agent brings its own tools: leave tools, environment_factory and rollout_func out, or agent"
             )
         config.check_several_calls("an agent")
-        return _rollout_agents(agent, config, ranks, model)
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return load(PROGRAMS["agent"])(agent, config, ranks, name)
     if rollout_func is not None:
         if acting:
             raise InputError(
@@ -88,13 +87,6 @@ def rollout_tools(
     config.check_several_calls("a tool or an environment")
     row = dataset[0] if config.rehearse_rewards else None
     return RolloutTools(tools or [], environment_factory, config, ranks, row)
-
-
-def _rollout_agents(agent: Any, config: Any, ranks: Ranks, model: Any) -> RolloutAgents:
-    check_extra("an agent", "gateway", "starlette", "uvicorn")
-    from lockstep.training.generate.rollouts.agents import RolloutAgents
-
-    return RolloutAgents(agent, config, ranks, model if isinstance(model, str) else model.config._name_or_path)
 
 
 def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> None:

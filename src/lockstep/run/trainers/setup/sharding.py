@@ -1,4 +1,4 @@
-"""Shards the models of a run over its ranks, where the user's configuration asks for FSDP2 or DeepSpeed ZeRO-3.
+"""Shards the models of a run over its ranks, where the user's configuration asks for it (FSDP2, DeepSpeed ZeRO-3).
 
 It happens after everything has been read from the whole models, and before the optimizer is made.
 """
@@ -18,7 +18,6 @@ from lockstep.models.quantised import is_quantised
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.shards.fsdp import FsdpWeights
 from lockstep.shards.model import Shard, ShardedModel
-from lockstep.shards.zero.weights import ZeroWeights
 from lockstep.training.config.online_config import OnlineConfig
 from lockstep.training.forward.passes import plays_learning
 from lockstep.training.forward.reference import Reference
@@ -50,7 +49,7 @@ def shard_models(
     inner, passes = causal_model(policy), ranks.share_passes()
     check_same_weights(ranks, [policy], 0)
     autocast = args.precision.autocast
-    shard: Shard = FsdpWeights if args.shards is not None else ZeroWeights
+    shard: Shard = FsdpWeights if args.zero is None else args.zero.weights
     shards = ShardedModel(inner, passes, args.device, autocast, shard)
     cast = partial(torch.autocast, args.device.type, autocast, enabled=autocast is not None)
     shards.learn = plays_learning(inner, shards, cast, plain_rows=plain_rows)

@@ -1,13 +1,19 @@
-"""The fields of rollouts that an agent makes through the gateway.
+"""The fields of rollouts that an agent makes through the gateway, and the form of an agent.
 
 `OnlineConfig` inherits the fields.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from lockstep.training.config.fields.trl import doc
+
+Reward: TypeAlias = float | None
+# agent(base_url, api_key, row) -> reward or None
+AgentFunction = Callable[[str, str, dict[str, Any]], Reward | Awaitable[Reward]]
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from PIL import Image
@@ -37,6 +37,59 @@ _logger = logging.getLogger(__name__)
 
 # Seconds beyond the limits of its calls in which all environments must have been tried.
 _PROBING = 60.0
+
+
+class Acting(Protocol):
+    """What the rollouts of a run act with: tools and environments, or the agents of an extra.
+
+    Attributes:
+        calls: the calls of tools and environments; None: the engine's thread waits for none.
+        has_environments: whether rollouts have environments. Then the rank that has them scores all rollouts.
+        reward_names: names of the rewards that the rollouts bring themselves, each once.
+        rewards: the arguments `own` and `environment_of` of a scorer.
+        rehearsed: gives an environment to reward functions before there is a rollout; None if there are no environments.
+    """
+
+    @property
+    def calls(self) -> ToolCalls | None: ...
+
+    @property
+    def has_environments(self) -> bool: ...
+
+    @property
+    def reward_names(self) -> Sequence[str]: ...
+
+    @property
+    def rewards(self) -> dict[str, Any]: ...
+
+    @property
+    def rehearsed(self) -> Callable[[Any], Any] | None: ...
+
+    def open(
+        self, tokenizer: PreTrainedTokenizerBase, end_ids: Sequence[int], images: ImagePrompts | None = None
+    ) -> None:
+        """Prepare the conversations of this tokenizer."""
+
+    def start(self) -> Any:
+        """The program of the run's rollouts. On the rank that holds the engine, after `open`."""
+
+    def prompt_ids(self, row: Mapping[str, Any]) -> Ids:
+        """Ids of a row's prompt."""
+
+    def beside_environments(self, work: Callable[[], T], limit: float) -> T:
+        """The result of work that may read environments. It may take `limit` seconds in their thread."""
+
+    def release(self, rollouts: Iterable[Rollout]) -> None:
+        """These rollouts are scored: nothing must be kept for their rewards."""
+
+    def release_all(self) -> None:
+        """No rollout that has ended is scored any more."""
+
+    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
+        """What the tools, environments or agents of scored groups did."""
+
+    def close(self) -> None:
+        """End all that was started."""
 
 
 class RolloutTools:

@@ -1,0 +1,101 @@
+"""`lockstep audit ROLLOUTS --model DIRECTORY`: do the rollouts of a run of another program agree with its policy?
+
+ROLLOUTS is a file (JSON Lines, JSON or Parquet) of TRL, verl, prime-rl, OpenRLHF or your own code, or the directory of a Lockstep
+run.
+Each row has prompt ids, completion ids and the log-probs that the engine reported; docs/guides/audit.md has the columns.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.cli.words import WordParser
+from lockstep.errors import InputError
+from lockstep.files import replace_text
+from lockstep.report.say import say
+
+if TYPE_CHECKING:
+    from lockstep.extras.audit.dumps import AuditedRollout
+
+
+def run(words: list[str]) -> int:
+    """Run the command. Returns 0 if everything that can be judged agrees, else 1.
+
+    Raises:
+        InputError: the rollouts, the model or a setting cannot be used.
+        LockstepError: the server does not answer.
+    """
+    parser = WordParser(prog="lockstep audit", description=__doc__)
+    parser.add_argument("rollouts", metavar="ROLLOUTS", help="file or directory")
+    parser.add_argument("--model", required=True, help="directory or hub id of the policy that sampled, at that step")
+    parser.add_argument("--temperature", type=float, default=1.0, help="where the rows do not say it (default 1)")
+    parser.add_argument("--top_k", type=int, default=0)
+    parser.add_argument("--top_p", type=float, default=1.0)
+    parser.add_argument("--min_p", type=float, default=0.0)
+    parser.add_argument("--repetition_penalty", type=float, default=1.0)
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the engine (default bfloat16)"
+    )
+    parser.add_argument(
+        "--earlier", action="append", default=[], metavar="DIRECTORY", help="older weights to compare with"
+    )
+    parser.add_argument("--url", help="a running vLLM server that should hold these weights (key: OPENAI_API_KEY)")
+    parser.add_argument(
+        "--max_tokens", type=int, default=8192, help="sampled ids to score, evenly over the file (default 8192)"
+    )
+    parser.add_argument("--json", type=Path, help="file to write the findings to")
+    asked = parser.parse_args(words)
+    if asked.max_tokens < 1:
+        raise InputError(f"max_tokens is {asked.max_tokens}; it must be at least 1")
+
+    from lockstep.extras.audit.dumps import read_dump
+    from lockstep.report.busy import busy, watched_by
+    from lockstep.report.status import StatusLine
+
+    with watched_by(StatusLine()), busy(f"reading {asked.rollouts}"):
+        rollouts = _evenly(read_dump(Path(asked.rollouts)), asked.max_tokens)
+    with watched_by(StatusLine()), busy("loading PyTorch, transformers and the model"):
+        import torch
+
+        from lockstep.cli.process.quiet import quiet_libraries
+        from lockstep.contract.distribution import Distribution
+        from lockstep.contract.sampling import Sampling
+        from lockstep.extras.audit.causes import Suspects
+        from lockstep.extras.audit.findings import DIFFER, audit
+        from lockstep.extras.audit.rollout_logprobs import server_logprobs
+        from lockstep.models.autocast import Precision
+        from lockstep.models.policy import load_policy
+        from lockstep.models.resolve import resolve_model
+        from lockstep.tokens.tokenizer import load_tokenizer
+        from lockstep.watch.tolerances import tolerance
+
+        quiet_libraries()
+        path = resolve_model(asked.model)
+        model, tokenizer = load_policy(path).eval(), load_tokenizer(path)
+        settings = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        stated = Distribution(Sampling(1, **{name: getattr(asked, name) for name in settings}))
+        earlier = {name: lambda name=name: load_policy(resolve_model(name)).eval() for name in asked.earlier}
+    engine = getattr(torch, asked.dtype)
+    scored = [r for r in rollouts if r.tokens]
+    with watched_by(StatusLine()), busy(f"asking {asked.url} for its log-probs") if asked.url else nullcontext():
+        served = server_logprobs(asked.url, scored) if asked.url else None
+    with watched_by(StatusLine()), busy(f"scoring {sum(r.tokens for r in rollouts)} ids of {len(rollouts)} rollouts"):
+        suspects = Suspects(model, tokenizer, stated, earlier)
+        findings = audit(rollouts, suspects, tolerance(engine, model.dtype), Precision(), served)
+    for finding in findings:
+        say(f"{finding.verdict:<11}{finding.about:<11}{finding.says}")
+        if finding.remedy and finding.verdict == DIFFER:
+            say(f"{'':<22}→ {finding.remedy}")
+    if asked.json:
+        replace_text(asked.json, json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
+    return int(any(finding.verdict == DIFFER for finding in findings))
+
+
+def _evenly(rollouts: list[AuditedRollout], most: int) -> list[AuditedRollout]:
+    """Rollouts spread evenly over the file, with at most this many sampled ids in all, but at least one rollout."""
+    every = max(-(-sum(r.tokens for r in rollouts) // most), 1)
+    return rollouts[::every]

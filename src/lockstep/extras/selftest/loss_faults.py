@@ -1,0 +1,432 @@
+"""Faults between the engine's answer and the gradient of the weights.
+
+M1 to M8 stand between the engine's answer and the loss. Most of them leave every log-prob of the scoring pass right.
+
+R1 to R9 and G1 to G6 stand between the scores and the gradient of the log-probs.
+
+B1 to B7 are faults of the model's own backward. Every score of the forward stays right. B1 to B4 are there when a run begins. A
+stage has passed its first step, so each of them makes its next step a first one. B5 to B7 appear later, when only a part of every
+tenth step is checked. Here a part of every step is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import lockstep.rollouts.scores.rewards as rewards
+import lockstep.training.forward.token_logps as scoring
+import lockstep.training.methods.grpo as methods
+import lockstep.training.step.update as updating
+from lockstep.algorithms.advantages import group_advantages
+from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss
+from lockstep.extras.selftest.seams import Fault, Patch, generations_become
+from lockstep.extras.verify.stage import Stage
+from lockstep.models.adapters import causal_model
+from lockstep.rollouts.group import Rollout, RolloutGroup
+from lockstep.training.batch.pack import Pack
+from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.training.methods.objective import Tally, TokenBatch
+from lockstep.training.step.generation import Generation
+from lockstep.training.step.update import OptimizerStep, Policy
+from lockstep.watch import model_gradient
+
+Groups = list[torch.Tensor]
+
+
+def _advantages_become(change: Callable[[Groups, Groups], Groups]) -> Callable[[Stage], Patch]:
+    """The method computes other advantages from the rewards."""
+
+    def made(rewards: Groups, scale: Any) -> Groups:
+        return change(rewards, group_advantages(rewards, scale))
+
+    return lambda stage: patch.object(methods, "group_advantages", made)
+
+
+def _other_mean(rewards: Groups, right: Groups) -> Groups:
+    return group_advantages([torch.cat(rewards)], "group")[0].split([len(g) for g in rewards])
+
+
+def _losses_become(change: Callable[[torch.Tensor, TokenBatch], torch.Tensor]) -> Callable[[Stage], Patch]:
+    """The loss of a pack is changed after the method has computed it."""
+
+    def inject(stage: Stage) -> Patch:
+        objective = stage.trainer.objective
+        real = objective.loss
+
+        def loss(batch: TokenBatch, tally: Tally) -> torch.Tensor:
+            return change(real(batch, tally), batch)
+
+        return patch.object(objective, "loss", loss)
+
+    return inject
+
+
+def _batches_become(change: Callable[[TokenBatch], TokenBatch]) -> Callable[[Stage], Patch]:
+    """The method computes its loss from other values per token."""
+
+    def inject(stage: Stage) -> Patch:
+        objective = stage.trainer.objective
+        real = objective.loss
+        return patch.object(objective, "loss", lambda batch, tally: real(change(batch), tally))
+
+    return inject
+
+
+def scored_become(change: Callable[[RolloutGroup], RolloutGroup]) -> Callable[[Stage], Patch]:
+    """Reward functions get other groups than those that were sampled."""
+
+    def inject(stage: Stage) -> Patch:
+        source = stage.trainer.source
+        real = source.score
+        return patch.object(source, "score", lambda groups, state: real([change(g) for g in groups], state))
+
+    return inject
+
+
+def next_text(group: RolloutGroup) -> RolloutGroup:
+    texts = [r.text for r in group.rollouts]
+    moved = [*texts[1:], texts[0]]
+    return replace(group, rollouts=tuple(replace(r, text=t) for r, t in zip(group.rollouts, moved, strict=True)))
+
+
+def other_row(group: RolloutGroup) -> RolloutGroup:
+    return replace(group, prompt=replace(group.prompt, columns={"answer": "of another row"}))
+
+
+def _scores_become(change: Callable[[list[Any]], list[Any]]) -> Callable[[Stage], Patch]:
+    """What the reward functions return is put to other completions. Each function answers a list of all completions."""
+
+    def inject(stage: Stage) -> Patch:
+        real = rewards._checked
+        # A stage may have spent its time for asking.
+        stage.trainer.watch.asked_again.forget()
+        return patch.object(rewards, "_checked", lambda name, answer, count: change(real(name, answer, count)))
+
+    return inject
+
+
+@contextmanager
+def _divided_twice(stage: Stage) -> Iterator[None]:
+    real, hooks = stage.trainer.accelerator.backward, stage.trainer.watch.hooks
+    try:
+        with patch.object(stage.trainer.accelerator, "backward", lambda loss, **kwargs: real(loss / 2, **kwargs)):
+            # The backward counts as one that was there when training began.
+            hooks.note()
+            yield
+    finally:
+        hooks.note()
+
+
+def _only(places: Callable[[int], slice]) -> Callable[[TokenBatch], TokenBatch]:
+    """Only some tokens of each completion have a gradient."""
+
+    def change(batch: TokenBatch) -> TokenBatch:
+        keeps = torch.zeros_like(batch.logps)
+        start = 0
+        for length in batch.segments.lengths.tolist():
+            keeps[start : start + length][places(length)] = 1.0
+            start += length
+        return replace(batch, logps=batch.logps * keeps + batch.logps.detach() * (1 - keeps))
+
+    return change
+
+
+def _forgotten_ratio(batch: TokenBatch) -> TokenBatch:
+    return replace(batch, old_logps=batch.old_logps - 0.3)
+
+
+def _unclipped(stage: Stage) -> AbstractContextManager[Any]:
+    """The ratios are far from 1, so that there is something to clip, and nothing is clipped."""
+
+    def loss(ratios: torch.Tensor, advantages: torch.Tensor, *bounds: Any) -> TokenLoss:
+        return clipped_policy_loss(ratios * 1.5, advantages, 9.0, 9.0)
+
+    return patch.object(methods, "clipped_policy_loss", loss)
+
+
+def _weights_of(change: Callable[[TrainingSequence], TrainingSequence]) -> Callable[[Stage], Patch]:
+    def changed(generation: Generation) -> Generation:
+        return generation.changed(change)
+
+    return lambda stage: generations_become(changed)
+
+
+def _rotated(rewards: Groups, right: Groups) -> Groups:
+    return [own.roll(1) for own in right]
+
+
+def _one_sign(rewards: Groups, right: Groups) -> Groups:
+    return [-right[0], *right[1:]]
+
+
+def _signs(rewards: Groups, right: Groups) -> Groups:
+    return [-own for own in right]
+
+
+LOSS_FAULTS = (
+    Fault("R1", "advantages rotated within each group", _advantages_become(_rotated)),
+    Fault("R2", "all advantages with the wrong sign", _advantages_become(_signs)),
+    Fault("R3", "one group's advantages with the wrong sign", _advantages_become(_one_sign)),
+    Fault("R4", "the mean of the batch in place of the group's", _advantages_become(_other_mean)),
+    Fault("R5", "the weight of a token doubled", _weights_of(lambda s: replace(s, weight=2 * s.weight))),
+    Fault("R6", "the text of the next completion", scored_become(next_text)),
+    Fault("R7", "the columns of another row", scored_become(other_row)),
+    Fault("R8", "the scores of the next completion", _scores_become(lambda scores: [*scores[1:], scores[0]])),
+    Fault("R9", "all scores of a generation in reverse order", _scores_become(lambda scores: scores[::-1])),
+    Fault("G1", "the loss times four", _losses_become(lambda loss, batch: 4 * loss)),
+    Fault("G2", "the loss divided twice", _divided_twice),
+    Fault("G3", "only the last token of a completion learns", _batches_become(_only(lambda n: slice(n - 1, n)))),
+    Fault("G4", "every second token learns", _batches_become(_only(lambda n: slice(0, n, 2)))),
+    Fault("G5", "old log-probs off by 0.3", _batches_become(_forgotten_ratio)),
+    Fault("G6", "nothing is clipped, of ratios that are too large", _unclipped),
+)
+
+
+@contextmanager
+def _learned_become(change: Callable[[TrainingSequence], TrainingSequence]) -> Iterator[None]:
+    """The forward of the loss gets other sequences. The scoring pass before the first step gets the right ones."""
+
+    def changed(real: Any) -> Callable[..., Iterator[Pack]]:
+        def packed(sequences: Sequence[TrainingSequence], budget: int) -> Iterator[Pack]:
+            learned = torch.is_grad_enabled()
+            yield from real([change(s) for s in sequences] if learned else sequences, budget)
+
+        return packed
+
+    with (
+        patch.object(updating, "pack_sequences", changed(updating.pack_sequences)),
+        patch.object(updating, "pack_rows", changed(updating.pack_rows)),
+    ):
+        yield
+
+
+def _hotter(stage: Stage) -> Patch:
+    real = updating.score_pack
+
+    def scored(model: Any, pack: Pack, temperature: float, *more: Any, **named: Any) -> Any:
+        return real(model, pack, 1.5 * temperature if torch.is_grad_enabled() else temperature, *more, **named)
+
+    return patch.object(updating, "score_pack", scored)
+
+
+def _other_prompt(stage: Stage) -> Patch:
+    return _learned_become(lambda s: replace(s, prompt_ids=s.prompt_ids[::-1]))
+
+
+def _old_off(stage: Stage) -> Patch:
+    return _learned_become(lambda s: replace(s, old_logps=s.old_logps - 0.3) if s.old_logps is not None else s)
+
+
+def _old_forgotten(stage: Stage) -> Patch:
+    return _learned_become(lambda s: replace(s, old_logps=None))
+
+
+def _other_part(stage: Stage) -> Patch:
+    real = OptimizerStep.learn
+
+    def learn(self: OptimizerStep, policy: Policy, sequences: Any, part: int) -> float:
+        generation = stage.trainer.loop.generation
+        assert generation is not None
+        batches = generation.micro_batches
+        return real(self, policy, batches[(part + 1) % len(batches)], part)
+
+    return patch.object(OptimizerStep, "learn", learn)
+
+
+def _part_twice(stage: Stage) -> Patch:
+    """The first completion of a micro-batch stands in the place of the second."""
+    real = OptimizerStep.learn
+
+    def learn(self: OptimizerStep, policy: Policy, sequences: Sequence[TrainingSequence], part: int) -> float:
+        first, _, *others = sequences
+        return real(self, policy, [first, first, *others], part)
+
+    return patch.object(OptimizerStep, "learn", learn)
+
+
+def _behaviour_exchanged(stage: Stage) -> Patch:
+    """Two completions of one length exchange the log-probs that the engine reported."""
+
+    def exchanged(generation: Generation) -> Generation:
+        every = [s for batch in generation.micro_batches for s in batch]
+        pairs = ((a, b) for i, a in enumerate(every) for b in every[i + 1 :] if a.length == b.length)
+        one, other = next(pairs, (every[0], every[0]))
+        moved = {one.name: other.behaviour_logps, other.name: one.behaviour_logps}
+        return generation.changed(lambda s: replace(s, behaviour_logps=moved.get(s.name, s.behaviour_logps)))
+
+    return generations_become(exchanged)
+
+
+def _next_tokens(stage: Stage) -> Patch:
+    """Each completion gets the tokens of the next one of its group, with their log-probs. Texts and rewards stay."""
+
+    def moved(group: RolloutGroup) -> RolloutGroup:
+        others = [*group.rollouts[1:], group.rollouts[0]]
+        return replace(group, rollouts=tuple(map(_with_tokens, group.rollouts, others)))
+
+    def _with_tokens(rollout: Rollout, other: Rollout) -> Rollout:
+        return replace(rollout, completion=replace(other.completion, key=rollout.key))
+
+    source = stage.trainer.source
+    real = source.score
+    return patch.object(source, "score", lambda groups, state: [moved(g) for g in real(groups, state)])
+
+
+def _needs_old(stage: Stage) -> str:
+    return "one step per generation: the loss uses the log-probs of its own forward" if _single(stage) else ""
+
+
+def _needs_parts(stage: Stage) -> str:
+    config = stage.config
+    return "" if config.parts_per_generation * config.world_size > 1 else "a generation is one micro-batch"
+
+
+def _single(stage: Stage) -> bool:
+    return stage.config.single_update
+
+
+LEARNED_FAULTS = (
+    Fault("M1", "the forward of the loss at another temperature", _hotter),
+    Fault("M2", "the forward of the loss with another prompt", _other_prompt),
+    Fault("M3", "old log-probs off by 0.3 before the loss", _old_off, needs=_needs_old),
+    Fault("M4", "old log-probs forgotten: those of the loss's own forward", _old_forgotten, needs=_needs_old),
+    Fault("M5", "a step learns from the tokens of another part", _other_part, needs=_needs_parts),
+    Fault("M6", "one completion learned twice, another one never", _part_twice),
+    Fault("M7", "two completions exchange the engine's log-probs", _behaviour_exchanged),
+    Fault("M8", "completions get the tokens of the next one, and keep their rewards", _next_tokens),
+)
+
+Handle = torch.utils.hooks.RemovableHandle
+
+
+def _modules(stage: Stage, *names: str) -> list[torch.nn.Module]:
+    return [m for name, m in stage.model.named_modules() if name.rpartition(".")[2] in names]
+
+
+def _needs(*names: str) -> Callable[[Stage], str]:
+    return lambda stage: "" if _modules(stage, *names) else f"no module of the model is called {' or '.join(names)}"
+
+
+@contextmanager
+def _hooked(handles: list[Handle]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _keys_detached(stage: Stage) -> Patch:
+    return _hooked(
+        [m.register_forward_hook(lambda m, given, made: made.detach()) for m in _modules(stage, "k_proj", "v_proj")]
+    )
+
+
+def _without_normaliser(stage: Stage) -> Patch:
+    """The gradient of the chosen logit is right; that of the softmax's sum is left out."""
+
+    def backward(ctx: Any, of_chosen: torch.Tensor | None, of_entropy: torch.Tensor | None) -> tuple[Any, ...]:
+        probabilities, _, rows, targets = ctx.saved_tensors
+        gradient = torch.zeros_like(probabilities)
+        if of_chosen is not None:
+            gradient.index_put_((rows, targets), of_chosen / ctx.temperature, accumulate=True)
+        return gradient.to(ctx.dtype), None, None, None, None, None
+
+    return patch.object(scoring._ChosenLogps, "backward", staticmethod(backward))
+
+
+def _attention_halved(stage: Stage) -> Patch:
+    def halved(module: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return ((given[0] + given[0].detach()) / 2, *given[1:])
+
+    return _hooked([m.register_forward_pre_hook(halved) for m in _modules(stage, "o_proj")])
+
+
+def _layer_zeroed(stage: Stage) -> Patch:
+    layer = stage.model.get_decoder().layers[0]
+    return _hooked([p.register_hook(torch.zeros_like) for p in layer.parameters() if p.requires_grad])
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, *flows: torch.Tensor) -> torch.Tensor:
+        return -flows[0]
+
+
+def _trunk_reversed(stage: Stage) -> Patch:
+    def reversed_flow(module: torch.nn.Module, given: Any, made: Any) -> Any:
+        made.last_hidden_state = _Reversed.apply(made.last_hidden_state)
+        return made
+
+    return _hooked([causal_model(stage.model).base_model.register_forward_hook(reversed_flow)])
+
+
+def _parameters_reversed(stage: Stage) -> Patch:
+    return _hooked([p.register_hook(torch.neg) for p in stage.model.parameters() if p.requires_grad])
+
+
+def _gradients_reversed(stage: Stage) -> Patch:
+    accelerator = stage.trainer.accelerator
+    real = accelerator.backward
+
+    def backward(loss: torch.Tensor, **more: Any) -> None:
+        real(loss, **more)
+        for parameter in stage.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.neg_()
+
+    return patch.object(accelerator, "backward", backward)
+
+
+def _needs_logits(stage: Stage) -> str:
+    filtered = stage.trainer.proofs.distribution.sampling.is_filtered
+    return "the run's filters leave no row of logits whose sum has a gradient" if filtered else ""
+
+
+def _fault(id: str, what: str, inject: Callable[[Stage], Patch], needs: Callable[[Stage], str]) -> Fault:
+    """A fault that is there when a run begins, so that its hooks are taken for the user's."""
+
+    @contextmanager
+    def at_the_first_step(stage: Stage) -> Iterator[None]:
+        # A check sees a drawn direction, in which a fault may by chance be small. Here every step has one.
+        stage.trainer.watch.model_gradient.forget()
+        with _taken(stage, inject):
+            yield
+
+    return Fault(id, what, at_the_first_step, needs)
+
+
+@contextmanager
+def _taken(stage: Stage, inject: Callable[[Stage], Patch]) -> Iterator[None]:
+    """A context with a fault whose hooks and functions are noted, so that no other proof stops the run for them."""
+    hooks = stage.trainer.watch.hooks
+    try:
+        with patch.object(model_gradient, "EVERY", 1), inject(stage):
+            hooks.note()
+            yield
+    finally:
+        hooks.note()
+
+
+BACKWARD_FAULTS = (
+    _fault("B1", "keys and values have no gradient", _keys_detached, _needs("k_proj", "v_proj")),
+    _fault("B2", "log-softmax without its sum in the backward", _without_normaliser, _needs_logits),
+    _fault("B3", "half of the gradient of attention", _attention_halved, _needs("o_proj")),
+    _fault("B4", "no gradient in the weights of one layer", _layer_zeroed, lambda stage: ""),
+    Fault("B5", "a hook reverses all gradients, from a later step on", _parameters_reversed),
+    Fault(
+        "B6", "the gradient of all layers is reversed, from a later step on", partial(_taken, inject=_trunk_reversed)
+    ),
+    Fault("B7", "a backward reverses .grad, from a later step on", partial(_taken, inject=_gradients_reversed)),
+)

@@ -1,0 +1,180 @@
+"""Faults of pictures, on a stage whose prompts show two pictures each: T3 and its relatives.
+
+The pictures of all prompts have one size, so that nothing but their pixels tells them apart. A fault in what the engine sees keeps
+the digest of the true picture (`Disguised`): otherwise the digests in the answer would show it before anything is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from PIL import Image
+
+import lockstep.training.batch.pack as pack_module
+import lockstep.training.forward.scoring as scoring_module
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.extras.selftest.seams import Fault, Patch, answers_become, is_vllm, requests_become
+from lockstep.extras.verify.stage import Stage
+from lockstep.images.pictures import Picture, PromptPictures
+from lockstep.tokens.arrays import whole_numbers
+
+Pictures = tuple[Picture, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Disguised(Picture):
+    """A picture that has the digest of another picture of its size."""
+
+    true: Picture | None = None
+
+    @property
+    def digest(self) -> str:
+        assert self.true is not None
+        return self.true.digest
+
+    @property
+    def pieces(self) -> Pictures:
+        assert self.true is not None
+        plain = Picture(self.pixel_values, self.grid, self.tokens).pieces
+        return tuple(disguised(own, true) for own, true in zip(plain, self.true.pieces, strict=True))
+
+
+def disguised(picture: Picture, true: Picture) -> Disguised:
+    """The picture under the digest of another one."""
+    return Disguised(picture.pixel_values, picture.grid, picture.tokens, true=true)
+
+
+def _engine_sees(stage: Stage, other: Callable[[PromptPictures, str], Pictures]) -> Patch:
+    """The engine sees other pictures under the digests of the true ones.
+
+    Args:
+        other: gives the other pictures from the true ones and the name of the prompt.
+    """
+
+    def changed(request: GenerationRequest) -> GenerationRequest:
+        shown = request.pictures
+        if shown is None:
+            return request
+        seen = zip(other(shown, request.key.prompt_id), shown.pictures, strict=True)
+        return replace(request, pictures=replace(shown, pictures=tuple(disguised(p, true) for p, true in seen)))
+
+    return requests_become(stage, lambda requests: [changed(r) for r in requests])
+
+
+def _another_rows(stage: Stage) -> Patch:
+    shown = {p.prompt_id: p.pictures.pictures for p in stage.prompts if p.pictures is not None}
+    names = list(shown)
+    following = dict(zip(names, [*names[1:], names[0]], strict=True))
+    return _engine_sees(stage, lambda true, name: shown[following[name]])
+
+
+def _same_size(stage: Stage) -> Patch:
+    def mirrored(picture: Picture) -> Picture:
+        return replace(picture, pixel_values=picture.pixel_values.flip(-1))
+
+    return _engine_sees(stage, lambda true, name: tuple(map(mirrored, true.pictures)))
+
+
+def _another_resize(stage: Stage) -> Patch:
+    """The engine's pictures are those of the data, which were made smaller and larger again before they were processed."""
+    reader = stage.trainer.source.images
+    assert reader is not None
+
+    def coarse(image: Image.Image) -> Image.Image:
+        width, height = image.size
+        small = image.resize((width // 2, height // 2), Image.Resampling.NEAREST)
+        return small.resize((width, height), Image.Resampling.NEAREST)
+
+    seen: dict[str, Pictures] = {}
+    for prompt in stage.prompts:
+        _, shown = reader.read(
+            {"prompt": prompt.source, "images": [coarse(image) for image in prompt.columns["images"]]}
+        )
+        assert shown is not None
+        seen[prompt.prompt_id] = shown.pictures
+    return _engine_sees(stage, lambda true, name: seen[name])
+
+
+def _wrong_order(stage: Stage) -> Patch:
+    return _engine_sees(stage, lambda true, name: true.pictures[::-1])
+
+
+def _expanded_twice(stage: Stage) -> Patch:
+    """Placeholders are repeated again. The prompt keeps its length, so that it fits."""
+
+    def twice(request: GenerationRequest) -> GenerationRequest:
+        if request.pictures is None:
+            return request
+        repeats = np.where(request.prompt_ids == request.pictures.placeholder, 2, 1)
+        ids = whole_numbers(np.repeat(request.prompt_ids, repeats)[: len(request.prompt_ids)])
+        return replace(request, prompt_ids=ids)
+
+    return requests_become(stage, lambda requests: [twice(r) for r in requests])
+
+
+def _left_out(stage: Stage) -> Patch:
+    return patch.object(scoring_module, "picture_arguments", lambda *given: {})
+
+
+def _in_one_dimension(stage: Stage) -> Patch:
+    def flat(sequences: Any, nodes: Any, size: int) -> torch.Tensor:
+        found = np.zeros((3, size), dtype=np.int64)
+        for own in nodes:
+            found[:, own] = np.arange(len(own))
+        return torch.from_numpy(found)
+
+    return patch.object(pack_module, "position_ids", flat)
+
+
+def _placeholder_sampled(stage: Stage) -> Patch:
+    def sampled(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
+        def changed(answer: Completion) -> Completion:
+            if answer.pictures is None:
+                return answer
+            return replace(answer, token_ids=whole_numbers([answer.pictures.placeholder, *answer.token_ids[1:]]))
+
+        return [changed(answer) for answer in answers]
+
+    return answers_become(stage, sampled)
+
+
+def _cache_kept(stage: Stage) -> Patch:
+    """vLLM keeps pictures that older weights of the tower have computed."""
+    return patch.object(stage.engine.llm.llm_engine, "reset_encoder_cache", lambda: None)  # type: ignore[attr-defined]
+
+
+def _only_vllm(why: str) -> Callable[[Stage], str]:
+    return lambda stage: "" if is_vllm(stage) else why
+
+
+def _has_axes(stage: Stage) -> str:
+    known = [p.pictures.positions for p in stage.prompts if p.pictures is not None]
+    return "" if known and known[0] is not None else "this model counts the parts of a picture as any text"
+
+
+PICTURE_FAULTS = (
+    Fault(
+        "T3",
+        "placeholders of pictures repeated twice",
+        _expanded_twice,
+        _only_vllm("the model's own forward counts its placeholders"),
+    ),
+    Fault("T3b", "the engine sees the pictures of another row", _another_rows),
+    Fault("T3c", "the engine sees other pictures of the same size", _same_size),
+    Fault("T3d", "the engine's pictures were resized in another way", _another_resize),
+    Fault("T3e", "the engine sees the pictures of a prompt in the wrong order", _wrong_order),
+    Fault("T3f", "the trainer leaves the pixels out", _left_out),
+    Fault("T3g", "the trainer counts the parts of a picture in one dimension", _in_one_dimension, _has_axes),
+    Fault("T3h", "a placeholder of pictures is sampled", _placeholder_sampled),
+    Fault(
+        "W6b",
+        "pictures computed from older weights outlive a push",
+        _cache_kept,
+        _only_vllm("this engine keeps no pictures"),
+    ),
+)

@@ -1,0 +1,537 @@
+"""Faults of the distribution that the engine samples from and reports.
+
+P1 to P5 are faults of log-probs.
+
+P7 to P12 are faults of filters. Each samples with filters of its own, whatever filters the run has. The engine is then made to do
+something else, or its answers are changed on their way to the trainer.
+
+S1 and S2 are faults of sampling: the engine reports the right log-probs, and samples otherwise. The sampler of vLLM or of the
+transformers engine gets other logits than those whose log-probs are reported, or its seeds are changed on their way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+import lockstep.engines.transformers_engine as transformers_engine
+import lockstep.engines.vllm.in_process as vllm_inprocess
+import lockstep.rollouts.driver as collecting
+from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
+from lockstep.contract.sampling import Grammar, Sampling
+from lockstep.engines.vllm.port.faults import counts_of_second_runner, penalties_of_first_runner
+from lockstep.extras.selftest.seams import (
+    REACH,
+    Fault,
+    Patch,
+    answers_become,
+    at_temperature_one,
+    is_vllm,
+    needs_single,
+    requests_become,
+    user_asks,
+    vllm_worker,
+)
+from lockstep.extras.verify.stage import Stage
+from lockstep.tokens.arrays import Reals, reals, small_ids, whole_numbers
+from lockstep.tokens.end import end_ids
+from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
+from lockstep.training.config.fields.filters import FilterFields
+from lockstep.training.config.sampling import sampling_of
+from lockstep.training.forward.filters.id_rules import IdRules
+from lockstep.watch.rescoring import sequence_logits
+
+
+@contextlib.contextmanager
+def _raw(stage: Stage) -> Iterator[None]:
+    """The engine reports log-probs before the temperature, at a temperature that is not 1."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(user_asks(stage, temperature=0.7))
+        if is_vllm(stage):
+            sampler = vllm_worker(stage).model_runner.sampler
+            stack.enter_context(patch.object(sampler, "logprobs_mode", "raw_logprobs"))
+            stack.enter_context(patch.object(sampler, "sample", REACH.of(sampler.sample)))
+            if hasattr(sampler, "topk_topp_sampler"):
+                # The first model runner has the mode in two places, the second one in one.
+                stack.enter_context(patch.object(sampler.topk_topp_sampler, "logprobs_mode", "raw_logprobs"))
+        else:
+            honest = transformers_engine.processed_logprobs
+
+            def raw(logits: torch.Tensor, sampling: Any, *ids: Any, **more: Any) -> torch.Tensor:
+                return honest(logits, replace(sampling, temperature=1.0), *ids, **more)
+
+            stack.enter_context(patch.object(transformers_engine, "processed_logprobs", raw))
+        yield
+
+
+def _top_k_unasked(stage: Stage) -> Patch:
+    if is_vllm(stage):
+        params = vllm_inprocess.sampling_params
+
+        def with_top_k(request: GenerationRequest, **more: Any) -> Any:
+            found = params(request, **more)
+            found.top_k = 3
+            return found
+
+        return patch.object(vllm_inprocess, "sampling_params", with_top_k)
+    honest = transformers_engine.processed_logprobs
+
+    def filtered(logits: torch.Tensor, sampling: Any, *ids: Any, **more: Any) -> torch.Tensor:
+        return honest(logits, replace(sampling, top_k=3), *ids, **more)
+
+    return patch.object(transformers_engine, "processed_logprobs", filtered)
+
+
+def _first_becomes(stage: Stage, value: float) -> Patch:
+    def changed(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
+        # The least likely token: a token that the model is sure of has a true log-prob near 0.
+        unsure = min(answers, key=lambda a: float(a.logprobs.min()))
+        logprobs = unsure.logprobs.copy()
+        logprobs[unsure.logprobs.argmin()] = value
+        return [replace(a, logprobs=logprobs) if a is unsure else a for a in answers]
+
+    return answers_become(stage, changed)
+
+
+def _missing(stage: Stage) -> Patch:
+    return _first_becomes(stage, float("nan"))
+
+
+def _default_value(stage: Stage) -> Patch:
+    return _first_becomes(stage, 0.0)
+
+
+def _top_one(stage: Stage) -> Patch:
+    """The engine reports the most likely token's log-prob as the sampled token's."""
+    if not is_vllm(stage):
+
+        def top(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
+            return [replace(a, logprobs=_best(stage, a)) for a in answers]
+
+        return answers_become(stage, top)
+    return _first_of_vllms_list()
+
+
+@contextlib.contextmanager
+def _first_of_vllms_list() -> Iterator[None]:
+    params, made = vllm_inprocess.sampling_params, vllm_inprocess.completion
+
+    def with_top(request: GenerationRequest, **more: Any) -> Any:
+        found = params(request, **more)
+        found.logprobs = 1
+        return found
+
+    def first(key: Any, output: Any, **more: Any) -> Completion:
+        best = [max(entry.values(), key=lambda e: e.logprob).logprob for entry in output.outputs[0].logprobs]
+        return replace(made(key, output, **more), logprobs=reals(best))
+
+    with patch.object(vllm_inprocess, "sampling_params", with_top), patch.object(vllm_inprocess, "completion", first):
+        yield
+
+
+def _best(stage: Stage, answer: Completion) -> Reals:
+    logits = sequence_logits(
+        stage.model, [*answer.prompt_ids.tolist(), *answer.token_ids[:-1].tolist()], stage.precision
+    )
+    scaled = logits[len(answer.prompt_ids) - 1 :] / stage.config.temperature
+    return reals(scaled.log_softmax(-1).max(-1).values.tolist())
+
+
+@contextlib.contextmanager
+def _half_head(stage: Stage) -> Iterator[None]:
+    """The engine computes its output head in bf16 and everything else in fp32."""
+
+    def half(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x.bfloat16(), weight.bfloat16()).to(x.dtype)
+
+    if is_vllm(stage):
+        head = vllm_worker(stage).model_runner.model.lm_head.quant_method
+        with patch.object(head, "apply", REACH.of(lambda layer, x, *args, **kwargs: half(x, layer.weight))):
+            yield
+        return
+    head = stage.engine.model.get_output_embeddings()  # type: ignore[attr-defined]
+    hook = head.register_forward_hook(lambda module, inputs, output: half(inputs[0], module.weight))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _needs_exact_steps(stage: Stage) -> str:
+    in_8_bits = stage.config.vllm_quantization is not None
+    return (
+        "an engine in 8 bits shows it at the start of a run, and this one began at another temperature"
+        if in_8_bits
+        else ""
+    )
+
+
+def _needs_single(stage: Stage) -> str:
+    if is_vllm(stage) and not hasattr(vllm_worker(stage).model_runner.model, "lm_head"):
+        return "this model's head is inside another module"
+    dtype = stage.trainer.proofs.engine_dtype
+    return "" if dtype == torch.float32 else "both heads are in half precision"
+
+
+LOGPROB_FAULTS = (
+    Fault("P1", "raw log-probs at temperature 0.7", _raw, needs=_needs_exact_steps),
+    Fault("P2", "top-k that nobody asked for", _top_k_unasked),
+    Fault("P3", "a log-prob that is missing (NaN)", _missing),
+    Fault("P3b", "a missing log-prob became 0.0", lambda stage: at_temperature_one(stage, _default_value)),
+    Fault(
+        "P4", "the most likely token's log-prob passes for the sampled one's", lambda s: at_temperature_one(s, _top_one)
+    ),
+    Fault("P5", "the engine's head in bf16, the trainer's in fp32", _half_head, needs=_needs_single),
+)
+
+# A value of each filter that shows in most sets, and the filter that is in force on both sides beside it.
+_FILTERS: dict[str, tuple[float, dict[str, Any]]] = {
+    "top_k": (3, {"top_p": 0.999}),
+    "top_p": (0.5, {"top_k": 50}),
+    "min_p": (0.3, {"top_k": 50}),
+}
+_NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+_LETTERS, _DIGITS = "[a-zA-Z ]{4,60}", "[0-9 ]{4,60}"
+
+
+@contextmanager
+def samples_with(stage: Stage, **given: Any) -> Iterator[None]:
+    """The run samples at temperature 1 with these filters and no others: its requests, its trainer, and its proofs."""
+    neutral = {f.name: f.default for f in fields(FilterFields)}
+    with user_asks(stage, **{**neutral, "temperature": 1.0, **given}), ExitStack() as stack:
+        ends = end_ids(stage.model, stage.tokenizer)
+        rules = IdRules.of_run(sampling_of(stage.config, stage.tokenizer, ends), stage.model, stage.tokenizer)
+        stack.enter_context(patch.object(stage.trainer, "rules", rules))
+        stack.enter_context(patch.object(stage.trainer.proofs, "distribution", rules.distribution))
+        yield
+
+
+@contextmanager
+def _answers_with(stage: Stage, asked: dict[str, Any], change: Any) -> Iterator[None]:
+    """The run samples with filters, and each answer's kept ids are changed."""
+
+    def changed(requests: Sequence[GenerationRequest], answers: list[Completion]) -> list[Completion]:
+        return [replace(answer, kept_ids=change(answer)) for answer in answers]
+
+    with samples_with(stage, **asked), answers_become(stage, changed):
+        yield
+
+
+def _set_of_another_token(stage: Stage) -> Patch:
+    return _answers_with(stage, {"top_k": 3}, _moved_on)
+
+
+def _set_of_another_token_with_its_own(stage: Stage) -> Patch:
+    """The sampled token is put into the other token's set, so that only the log-probs show the fault."""
+
+    def with_own(answer: Completion) -> KeptIds:
+        moved = _moved_on(answer)
+        sets = [np.union1d(moved.part(i, i + 1).ids, [token]) for i, token in enumerate(answer.token_ids)]
+        return joined_kept_ids([KeptIds(small_ids(ids), whole_numbers([len(ids)])) for ids in sets])
+
+    return _answers_with(stage, {"top_k": 3}, with_own)
+
+
+def _moved_on(answer: Completion) -> KeptIds:
+    """The sets of a completion, each one at the next token. The last set comes first."""
+    kept = answer.kept_ids
+    assert kept is not None
+    last = len(kept) - 1
+    return joined_kept_ids([kept.part(last, last + 1), kept.part(0, last)])
+
+
+def _cut_short(stage: Stage) -> Patch:
+    return _answers_with(stage, {"top_k": 20}, _halves)
+
+
+def _halves(answer: Completion) -> KeptIds:
+    """Every second id of each set, and the sampled token."""
+    kept = answer.kept_ids
+    assert kept is not None
+    own = kept.ids == np.repeat(answer.token_ids, kept.sizes)
+    return _kept_part(kept, own | (np.arange(len(kept.ids)) % 2 == 0))
+
+
+def _kept_part(kept: KeptIds, stays: np.ndarray) -> KeptIds:
+    """The sets without some of their ids.
+
+    Args:
+        stays: (M,) bool, whether each id stays in its set.
+    """
+    return KeptIds(kept.ids[stays], np.cumsum(np.bincount(kept.tokens[stays], minlength=len(kept))))
+
+
+@contextmanager
+def _engine_samples(stage: Stage, asked: dict[str, Any], done: dict[str, Any], every: int = 1) -> Iterator[None]:
+    """The run asks for filters, and the engine samples every n-th request with others."""
+
+    def otherwise(requests: list[GenerationRequest]) -> list[GenerationRequest]:
+        return [
+            request if place % every else replace(request, sampling=replace(request.sampling, **done))
+            for place, request in enumerate(requests)
+        ]
+
+    with samples_with(stage, **asked), requests_become(stage, otherwise):
+        yield
+
+
+def _ignored_by_engine(name: str) -> Fault:
+    value, beside = _FILTERS[name]
+    what = f"the engine ignores the {name} of the run, and the trainer applies it"
+    asked, done = {**beside, name: value}, {name: _NEUTRAL[name]}
+    return Fault(f"P9-{name}", what, lambda stage: _engine_samples(stage, asked, done))
+
+
+def _ignored_by_trainer(name: str) -> Fault:
+    value, beside = _FILTERS[name]
+    what = f"the engine applies a {name} that the trainer ignores"
+    done = {name: value}
+    return Fault(f"P10-{name}", what, lambda stage: _engine_samples(stage, beside, done))
+
+
+def _other_grammar(stage: Stage) -> Patch:
+    asked = {"vllm_structured_outputs_regex": _LETTERS}
+    return _engine_samples(stage, asked, {"grammar": Grammar("regex", _DIGITS)}, every=2)
+
+
+def _narrower_grammar(stage: Stage) -> Patch:
+    """Every token that the other grammar allows is also allowed by the request's own grammar."""
+    asked = {"vllm_structured_outputs_regex": _LETTERS}
+    return _engine_samples(stage, asked, {"grammar": Grammar("regex", "[a-m]{4,60}")}, every=2)
+
+
+def _prompt_not_counted(stage: Stage) -> Patch:
+    """The engine's repetition penalty counts the completion alone."""
+    return _counting_otherwise(stage, {"repetition_penalty": 1.8}, lambda prompt, output: ([], output))
+
+
+def _prompt_counted(stage: Stage) -> Patch:
+    """The engine's presence and frequency penalties count the prompt too."""
+    asked = {"presence_penalty": -2.0, "frequency_penalty": -2.0}
+    return _counting_otherwise(stage, asked, lambda prompt, output: (prompt, [*prompt, *output]))
+
+
+@contextmanager
+def _counting_otherwise(stage: Stage, asked: dict[str, Any], counted: Any) -> Iterator[None]:
+    with (
+        samples_with(stage, **asked),
+        _vllm_counts(stage, counted) if is_vllm(stage) else _transformers_counts(counted),
+    ):
+        yield
+
+
+def _vllm_counts(stage: Stage, counted: Any) -> Patch:
+    if stage.engine.settings().second_runner:
+        return _second_runner_counts(counted)
+    place = penalties_of_first_runner()
+    honest = getattr(*place)
+
+    def otherwise(logits: torch.Tensor, prompts: torch.Tensor, *penalties: torch.Tensor, **more: Any) -> torch.Tensor:
+        # vLLM pads the prompts with the number of tokens.
+        none, *values = logits.shape[1], *penalties
+        outputs = more.pop("output_token_ids", None) or values.pop()
+        pairs = [
+            counted([i for i in prompt if i != none], output)
+            for prompt, output in zip(prompts.tolist(), outputs, strict=True)
+        ]
+        longest = max(len(prompt) for prompt, _ in pairs)
+        padded = [[*prompt, *[none] * (max(longest, 1) - len(prompt))] for prompt, _ in pairs]
+        return honest(logits, torch.tensor(padded).to(prompts), *values, [output for _, output in pairs], **more)
+
+    return patch.object(*place, REACH.of(otherwise))
+
+
+def _second_runner_counts(counted: Any) -> Patch:
+    """The same in vLLM's second model runner, which counts the ids of a request once, when it comes."""
+    place = counts_of_second_runner()
+    honest = getattr(*place)
+
+    def otherwise(
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        filled: Any,
+        in_prompt: Any,
+        counts: Any,
+        *rest: Any,
+    ) -> None:
+        honest(rows, ids, lengths, filled, in_prompt, counts, *rest)
+        for row in rows.tolist():
+            prompt, output = counted(ids[row, : int(lengths[row])].tolist(), [])
+            if not prompt:
+                in_prompt[row].zero_()
+            counts[row] += torch.bincount(torch.tensor(output, dtype=torch.long), minlength=counts.shape[1]).to(counts)
+
+    return patch.object(*place, REACH.of(otherwise))
+
+
+def _transformers_counts(counted: Any) -> Patch:
+    honest = transformers_engine.processed_logprobs
+
+    def otherwise(
+        logits: torch.Tensor, sampling: Sampling, prompt: list[int], output: list[int], **more: Any
+    ) -> torch.Tensor:
+        return honest(logits, sampling, *counted(prompt, output), **more)
+
+    return patch.object(transformers_engine, "processed_logprobs", otherwise)
+
+
+def _needs_grammars(stage: Stage) -> str:
+    try:
+        import xgrammar  # noqa: F401
+    except ImportError:
+        return "xgrammar is not installed"
+    return ""
+
+
+FILTER_FAULTS = (
+    Fault("P7", "each token has the kept ids of another token", _set_of_another_token),
+    Fault("P7b", "the same, and the sampled token is added to the set", _set_of_another_token_with_its_own),
+    Fault("P8", "half of the kept ids are missing", _cut_short),
+    *(_ignored_by_engine(name) for name in _FILTERS),
+    *(_ignored_by_trainer(name) for name in _FILTERS),
+    Fault("P11", "the engine follows the grammar of another request", _other_grammar, needs=_needs_grammars),
+    Fault("P11b", "the other grammar allows a part of the own one", _narrower_grammar, needs=_needs_grammars),
+    Fault("P12", "the engine's repetition penalty does not count the prompt", _prompt_not_counted),
+    Fault("P12b", "the engine's presence and frequency penalties count the prompt", _prompt_counted),
+)
+
+# Between the positions of two draws with the same seed: more than a completion has.
+_APART = 1 << 20
+# Changes (R, V) logits.
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _samples_from(change: Change, times: int = 1) -> Callable[[Stage], Patch]:
+    """The engine samples from changed logits; of several samples it keeps the likeliest."""
+
+    def inject(stage: Stage) -> Patch:
+        return _vllm_samples(stage, change, times) if is_vllm(stage) else _transformers_samples(change, times)
+
+    return lambda stage: at_temperature_one(stage, inject)
+
+
+def _vllm_samples(stage: Stage, change: Change, times: int) -> Patch:
+    sampler = vllm_worker(stage).model_runner.sampler
+    if not hasattr(sampler, "topk_topp_sampler"):
+        return _second_runner_samples(sampler, change, times)
+    sampler = sampler.topk_topp_sampler
+    real = sampler.forward
+
+    def otherwise(logits: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        _, reported = real(logits.clone(), *rest)
+        samples = torch.stack([real(change(logits.float()), *rest)[0] for _ in range(times)], -1)
+        return _likeliest(samples, reported), reported
+
+    return patch.object(sampler, "forward", REACH.of(otherwise))
+
+
+def _second_runner_samples(sampler: Any, change: Change, times: int) -> Patch:
+    """The same in vLLM's second model runner, whose noise is a function of seed and position."""
+    real = sampler._sample_random
+
+    def otherwise(
+        logits: torch.Tensor, mapping: Any, places: Any, positions: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, reported = real(logits.clone(), mapping, places, positions, *rest)
+        drawn = [real(change(logits.float()), mapping, places, positions + _APART * i, *rest)[0] for i in range(times)]
+        return _likeliest(torch.stack(drawn, -1), reported), reported
+
+    return patch.object(sampler, "_sample_random", REACH.of(otherwise))
+
+
+def _transformers_samples(change: Change, times: int) -> Patch:
+    real = torch.multinomial
+
+    def otherwise(weights: torch.Tensor, count: int, **more: Any) -> torch.Tensor:
+        changed = change(weights.log()[None]).softmax(-1)[0]
+        samples = torch.stack([real(changed, count, **more) for _ in range(times)], -1)
+        return _likeliest(samples, weights[None])
+
+    return patch.object(torch, "multinomial", otherwise)
+
+
+def _likeliest(samples: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """(R,) the sample with the highest score. `samples` is (R, n), `scores` (R, V)."""
+    samples = samples.long()
+    return samples.gather(-1, scores.gather(-1, samples).argmax(-1, keepdim=True))[:, 0]
+
+
+def _without(cut: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """`cut` says of (R, V) probabilities which ids are left out."""
+    return lambda logits: logits.masked_fill(cut(logits.softmax(-1)), -torch.inf)
+
+
+def _outside_top_p(p: torch.Tensor) -> torch.Tensor:
+    values, ids = p.sort(descending=True)
+    return torch.zeros_like(p, dtype=torch.bool).scatter_(-1, ids, values.cumsum(-1) - values >= 0.95)
+
+
+def _seeds_in_pairs(stage: Stage) -> Patch:
+    def paired(requests: list[GenerationRequest]) -> list[GenerationRequest]:
+        seeds = {request.key: request.seed for request in requests}
+        return [replace(r, seed=seeds[r.key._replace(sample=r.key.sample // 2 * 2)]) for r in requests]
+
+    return requests_become(stage, paired)
+
+
+def _blind_to(change: Callable[[int, RequestKey], tuple[int, RequestKey]]) -> Callable[[Stage], Patch]:
+    real = collecting.request_seed
+
+    def blind(run_seed: int, version: int, key: RequestKey) -> int:
+        return real(run_seed, *change(version, key))
+
+    return lambda stage: patch.object(collecting, "request_seed", blind)
+
+
+SAMPLED: Sequence[tuple[str, str, Callable[[Stage], Patch]]] = (
+    ("heat", "the engine samples at 1.05 times the temperature", _samples_from(lambda z: z / 1.05)),
+    ("cold", "the engine samples at 0.95 times the temperature", _samples_from(lambda z: z / 0.95)),
+    ("top_k", "the engine samples from the 50 likeliest ids", _samples_from(lambda z: _top_k(z, 50))),
+    ("top_p", "the engine samples with a top-p of 0.95", _samples_from(_without(_outside_top_p))),
+    (
+        "min_p",
+        "the engine samples with a min-p of 0.02",
+        _samples_from(_without(lambda p: p < 0.02 * p.amax(-1, keepdim=True))),
+    ),
+    ("two", "the engine keeps the likelier one of two sampled tokens", _samples_from(lambda z: z, times=2)),
+    ("greedy", "the engine takes the likeliest token", _samples_from(lambda z: _top_k(z, 1))),
+)
+
+
+def _top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    return logits.masked_fill(logits < logits.topk(k).values[:, -1:], -torch.inf)
+
+
+DRAW_FAULTS = (
+    *(
+        Fault(
+            f"S1-{name}",
+            f"{what}, and reports the right log-probs",
+            inject,
+            check="draws",
+            needs=needs_single("in half precision, rounding hides a temperature that is off by a twentieth")
+            if name in ("heat", "cold")
+            else lambda stage: "",
+        )
+        for name, what, inject in SAMPLED
+    ),
+    Fault(
+        "S2-pairs",
+        "the engine samples the completions of a group in pairs of equal seeds",
+        lambda stage: at_temperature_one(stage, _seeds_in_pairs),
+    ),
+    Fault(
+        "S2-prompt",
+        "seeds do not depend on the prompt",
+        _blind_to(lambda version, key: (version, key._replace(prompt_id=""))),
+    ),
+    Fault("S2-version", "seeds do not depend on the weight version", _blind_to(lambda version, key: (0, key))),
+)

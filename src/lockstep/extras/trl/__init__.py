@@ -1,0 +1,1 @@
+"""Lockstep's engines and proofs under TRL's own trainers."""

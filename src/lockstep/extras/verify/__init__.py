@@ -1,0 +1,1 @@
+"""`lockstep verify`: every proof, in turn, on a user's model, engine and settings."""

@@ -1,1 +1,0 @@
-"""Lockstep's engines and proofs behind the interfaces of other programs."""
