@@ -122,6 +122,7 @@ def check_refusals(model: str, folder: Path) -> None:
     from transformers import BitsAndBytesConfig
 
     from lockstep import GRPOConfig
+    from lockstep.cli import serve
     from lockstep.extensions import PROGRAMS, load
     from lockstep.models.packaged import packaged_model_dir
     from lockstep.models.quantised import check_quantization
@@ -139,6 +140,7 @@ def check_refusals(model: str, folder: Path) -> None:
         ("demo", lambda: load_data("reasoning_gym", subset="gcd", **problems)),
         ("gguf", packaged_model_dir),
         ("vllm", lambda: start_here(model, None, use_vllm=True, vllm_arguments={}, **engine)),  # type: ignore[arg-type]
+        ("vllm", lambda: serve.run([model])),
         ("gateway", lambda: load(PROGRAMS["agent"])),
         ("quantized", lambda: check_quantization(BitsAndBytesConfig(load_in_4bit=True), peft.LoraConfig())),
         ("liger", lambda: GRPOConfig(output_dir=str(folder), use_liger_kernel=True)),

@@ -33,7 +33,7 @@ def check_extra(what: str, extra: str, *modules: str) -> None:
     """Refuse what needs the packages of an extra, where they are not installed. Imports none of them.
 
     Args:
-        what: what the user has asked for, as the subject of a sentence.
+        what: what the user has asked for.
         extra: the extra of pyproject.toml that brings the packages.
         modules: the modules that the packages bring.
 
@@ -43,7 +43,7 @@ def check_extra(what: str, extra: str, *modules: str) -> None:
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
     if missing:
         raise InputError(
-            f"{what} needs {' and '.join(missing)}, not installed here: pip install 'lockstep-rl[{extra}]'"
+            f"{what}: {' and '.join(missing)} cannot be imported here; run pip install 'lockstep-rl[{extra}]'"
         )
 
 

@@ -47,7 +47,7 @@ def packaged_model_dir() -> Path:
     target = cache_dir() / "models" / f"{PACKAGED_MODEL}-{version}"
     if not (target / "config.json").is_file():
         # transformers reads the file with it.
-        check_extra(f"the packaged model {PACKAGED_MODEL}", "gguf", "gguf")
+        check_extra(f"the packaged model '{PACKAGED_MODEL}'", "gguf", "gguf")
         with folder_of_gguf() as source, busy(f"converting {PACKAGED_MODEL} into {target} (once)"):
             _convert(source, target)
     return target

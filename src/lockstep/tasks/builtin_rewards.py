@@ -150,7 +150,7 @@ def check_package(name: str) -> None:
         InputError: it is not installed.
     """
     if name in _EXTRAS:
-        check_extra(name, *_EXTRAS[name])
+        check_extra(f"the built-in {name}", *_EXTRAS[name])
 
 
 def gym_package() -> Any:

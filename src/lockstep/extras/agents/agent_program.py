@@ -222,7 +222,6 @@ class Extensions:
         end_ids: ids that end a turn.
         tool_format: the format of tool calls (`tokens/conversation/tool_calls.py`). None: the format that the chat template shows.
         placeholder: the id that stands for a part of an image; None: the run shows no images.
-        renderer: a model family of the library `renderers` (`tokens/conversation/family_renderer.py`); None: it is not used.
 
     Raises:
         InputError: the tokenizer has no chat template, or its conversations cannot be extended.
@@ -235,11 +234,10 @@ class Extensions:
         chat_template_kwargs: dict[str, Any] | None = None,
         tool_format: str | None = None,
         placeholder: int | None = None,
-        renderer: str | None = None,
     ) -> None:
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self._how: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "tool_format": tool_format}
-        self._how |= {"placeholder": placeholder, "renderer": renderer}
+        self._how["placeholder"] = placeholder
         self._made: dict[str, Extension] = {}
         # Before an agent is started.
         self(())
@@ -384,9 +382,7 @@ class RolloutAgents:
         arguments = self._config.template_arguments
         self._tokenizer, self._end_ids, self._images = tokenizer, end_ids, images
         placeholder = images.placeholder if images is not None else None
-        self._extensions = Extensions(
-            tokenizer, end_ids, arguments, self._config.tool_format, placeholder, self._config.renderer
-        )
+        self._extensions = Extensions(tokenizer, end_ids, arguments, self._config.tool_format, placeholder)
 
     def start(self) -> AgentProgram:
         """Start the gateway, and return the program of the run's rollouts. On the rank that holds the engine, after `open`.
