@@ -6,7 +6,7 @@
     trl.trainer.grpo_trainer.VLLMGeneration = LockstepGeneration
 
 before the trainer is made with `use_vllm=True`. TRL's trainer gives prompts as token ids, and its model. They go to the engine
-through `rollouts/across_ranks/ranks.py` and `extras/trl/proven_engine.py`. With several ranks, TRL's tool loop is refused: the
+through `rollouts/across_ranks/ranks.py` and `proven_engine.py`. With several ranks, TRL's tool loop is refused: the
 ranks leave it after different numbers of calls, and a call needs all ranks. A LoRA adapter is sent merged, and the model itself is
 only read. Options of TRL that no engine here supports are refused by name.
 """
