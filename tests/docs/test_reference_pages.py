@@ -44,9 +44,9 @@ raise ProofError("ends", found, cause, fix)
 def test_a_proof_and_its_block_come_together(tmp_path: Path) -> None:
     file = tmp_path / "ends.py"
     file.write_text(ENDS)
-    shows = "every answer ended where its request says ([more](../internals/proof.md#limits))."
+    shows = "Every answer ended where its request says ([more](../internals/proof.md#limits))."
     assert (
-        f"## Every request\n\n### `ends`\n\n- **Shows:** {shows}\n- **When:** every request.\n- **File:** `ends.py`\n"
+        f"## Every request\n\n### `ends`\n\n{shows}\n\n- When: every request. (`ends.py`)\n"
         in reference.proofs_page(tmp_path)
     )
     wrong = {

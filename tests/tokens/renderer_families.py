@@ -3,7 +3,7 @@
 Most templates are those of `families.py`. That of MiniMax M2 is a small one of our own. The library is installed in a folder of its
 own, because it clashes with a package of vLLM (`make environments`).
 
-    PYTHONPATH=src:tests .venv/bin/python tests/tokens/renderer_families.py      (the table of docs/internals/conversations.md)
+    PYTHONPATH=src:tests .venv/bin/python tests/tokens/renderer_families.py      (docs/internals/conversations.md sums it up)
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def inserted_by(extension: Extension, case: str) -> str:
 
 
 def table() -> str:
-    """The table of docs/internals/conversations.md: what a renderer gives for each family, and what the template alone gives."""
+    """What a renderer gives for each family, and what the template alone gives."""
     rows = [
         "| family | renderer | a run with it | inserted after a call by | inserted after an answer by | calls read by | "
         "without a renderer |",
