@@ -26,11 +26,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "reward": (
         "reward_funcs", "reward_model_path", "reward_weights", "reward_timeout", "rehearse_rewards", "recheck_rewards",
-        "overlap_rewards", "max_unscored_generations", "missing_eos_penalty", "reward_clip_range",
+        "max_unscored_generations", "missing_eos_penalty", "reward_clip_range",
     ),
     "tools": (
         "tools", "environment_factory", "rollout_func", "max_tool_calling_iterations", "tool_timeout", "tool_threads",
-        "tool_format", "renderer", "agent", "agent_command", "rollouts_file", "agent_timeout", "gateway_host", "gateway_port",
+        "tool_format", "agent", "agent_command", "rollouts_file", "agent_timeout", "gateway_host", "gateway_port",
     ),
     "method": (
         "learning_rate", "max_steps", "num_train_epochs", "num_generations", "per_device_train_batch_size",

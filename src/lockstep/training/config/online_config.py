@@ -134,10 +134,6 @@ class OnlineConfig(
             "functions with side effects, or that depend on time or on earlier calls."
         ),
     )
-    overlap_rewards: bool = field(
-        default=False,
-        metadata=doc("Score each group while others are sampled; reward functions are then called once per group."),
-    )
     vllm_importance_sampling_correction: bool = field(
         default=True, metadata=doc("Weight tokens by the measured trainer / engine ratio, after the gap has passed.")
     )
@@ -434,8 +430,6 @@ class OnlineConfig(
         optimizer = str(getattr(self.optim, "value", self.optim))
         if "layerwise" in optimizer or optimizer.startswith(("lomo", "adalomo", "schedule_free")):
             raise InputError(f"optim={optimizer} steps inside the backward pass, before the proof; it is not supported")
-        if self.overlap_rewards and self.world_size > 1:
-            raise InputError("overlap_rewards is not supported with several processes; leave it out")
         for name in ("model_init_kwargs", "chat_template_kwargs", "vllm_engine_kwargs"):
             if not isinstance(getattr(self, name), dict | None):
                 raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')
