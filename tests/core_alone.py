@@ -28,7 +28,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parent.parent
 NAMED = (
     *("vllm", "xgrammar", "gguf", "reasoning_gym", "math_verify", "latex2sympy2_extended", "starlette", "uvicorn"),
-    *("bitsandbytes", "liger_kernel", "deepspeed", "textarena", "openenv", "verifiers", "renderers", "trl"),
+    *("bitsandbytes", "liger_kernel", "deepspeed", "textarena", "openenv", "verifiers", "trl"),
 )
 CODE = re.compile(r"`(.+?)`")
 
