@@ -4,7 +4,7 @@
 
 | page | is made from |
 |---|---|
-| docs/reference/fields.md | `cli/fields/fields.json` and `cli/fields/groups.py` |
+| docs/reference/fields.md | `cli/fields/fields.json` |
 | docs/reference/proofs.md | the docstrings of the files that make the proofs (a block "Proof …" each) |
 | the last table of docs/reference/faults.md | the faults of `lockstep verify --self-test` |
 
@@ -19,9 +19,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.cli.fields.description import FIELDS_FILE
-from lockstep.cli.fields.groups import GROUPS, OTHERS
-from lockstep.training.config.fields.trl import ONE_VALUE, UNSUPPORTED, WITHOUT_EFFECT
+from lockstep.cli.fields.description import FIELDS_FILE, grouped
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -101,17 +99,9 @@ def fields_page(described: dict[str, dict[str, Any]]) -> str:
     for command in commands:
         for name, entry in {**described["shared"], **described[command]}.items():
             found.setdefault(name, {})[command] = entry
-    refused = {*ONE_VALUE, *UNSUPPORTED, *WITHOUT_EFFECT}
-    grouped = {name for names in GROUPS.values() for name in names}
-    groups = {**GROUPS, OTHERS: tuple(name for name in found if name not in grouped)}
     parts = [FIELDS_HEAD]
-    for title, names in groups.items():
-        rows = [
-            row
-            for name in names
-            if name in found and name not in refused
-            for row in _field_rows(name, found[name], commands)
-        ]
+    for title, names in grouped({name: next(iter(entries.values())) for name, entries in found.items()}).items():
+        rows = [row for name in names for row in _field_rows(name, found[name], commands)]
         parts.append(f"## {title}\n\n| field | type | default | what it does | commands |\n|---|---|---|---|---|\n")
         parts[-1] += "\n".join(rows) + "\n"
     return "\n".join(parts)
