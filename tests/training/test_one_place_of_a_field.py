@@ -79,7 +79,7 @@ def test_help_shows_it_under_its_heading(capsys: pytest.CaptureFixture[str]) -> 
 
     assert "Number of owls [3]" in under("server", "--help")
     assert "--owl_weight" not in under("method", "--help")
-    assert "Weight of an owl [1.0]" in under("method", "--help-all")
+    assert "Weight of an owl. [1.0]" in under("method", "--help-all")
     assert "--owl_songs" in under("tools", "--help-all")
     assert main(["grpo", "--help-all"]) == 0
     assert "--blue_owls" not in (shown := capsys.readouterr().out)
