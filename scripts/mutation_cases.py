@@ -421,7 +421,7 @@ MUTATIONS = [
         "penalties are forgotten among kept ids",
         "if rules.moves_logits:",
         "if False:",
-        f"{FILTERED_SCORES}::test_the_kept_mass_is_what_the_policy_gives_to_the_kept_ids_before_the_filters",
+        f"{FILTERED_SCORES}::test_the_repetition_penalty_counts_inserted_ids_like_the_prompt",
     ),
     Mutation(
         "the kept mass is that of all ids",
@@ -1696,7 +1696,12 @@ MUTATIONS = [
     ),
     Mutation("log-probs at another temperature", "off.mean() <= mean and off.max() <= largest", "True", SETTINGS),
     Mutation("thinking that is never interrupted", "if len(ids) > latest and not", "if False and not", SETTINGS),
-    Mutation("a definition without inserted ids", "*earlier[~marks].tolist()", "", SETTINGS),
+    Mutation(
+        "a definition without inserted ids",
+        "*earlier[~marks].tolist()",
+        "",
+        f"{FILTERED_SCORES}::test_the_definition_counts_inserted_ids_like_the_prompt",
+    ),
     Mutation(
         "an evaluation of other rows",
         "for group in groups) != digest:",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from tiny import make_model
 from transformers import PreTrainedModel
 
+from lockstep import GRPOConfig
 from lockstep.contract.sampling import Grammar, Sampling
+from lockstep.definitions.settings import user_settings
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
 from lockstep.training.batch.pack import pack_rows, pack_sequences
@@ -25,6 +28,7 @@ from lockstep.training.step.update import hidden_states
 from lockstep.watch.kept_sets import KeptSetProof
 from lockstep.watch.rescoring import OWN_DTYPE
 from lockstep.watch.rows_of_logits import DrawnRows
+from lockstep.watch.settings import SettingsProof
 from lockstep.watch.tolerances import tolerance
 
 REGEX = Grammar("regex", r"[a-m]+( [0-9]{2})*")
@@ -245,6 +249,22 @@ def test_the_repetition_penalty_counts_inserted_ids_like_the_prompt(model: PreTr
             plain = scores_of(model, [parts[1]], replace(made, repetition_penalty=1.0), False, 5)[0]
         torch.testing.assert_close(found[2:], alone)
         assert float((plain - alone).abs().max()) > 1e-3
+
+
+def test_the_definition_counts_inserted_ids_like_the_prompt(model: PreTrainedModel, tmp_path: Path) -> None:
+    fields = {"repetition_penalty": 1.6, "allowed_token_ids": [5, 9, *range(40, 62)], "temperature": 2.0}
+    sampling = Sampling(8, **{**fields, "allowed_token_ids": tuple(fields["allowed_token_ids"])})
+    (whole,) = draw(model, PROMPTS[:1], (6,), sampling, 2)
+    # What is inserted is sampled again afterwards, so that its penalty is seen.
+    ids, turns = [41, 42, 50, 51, 50, 51], np.array([True, True, False, False, True, True])
+    two = replace(whole, completion_ids=ids, sampled=turns, behaviour_logps=np.zeros(4), kept_ids=None)
+    (pack,) = pack_sequences([two], 100)
+    wanted = user_settings(vars(GRPOConfig(str(tmp_path), use_cpu=True, **fields)))
+    rows = DrawnRows(SettingsProof(wanted, lambda text: []), None, OWN_DTYPE)
+    with torch.no_grad(), hidden_states(model) as seen:
+        scores = score_pack(model, pack, 2.0, 4, rules=rules_of(sampling))
+    rows.add(pack, scores.logps, seen[-1], before_steps=False)
+    rows.check_with(model, fp32_head=False, single=True)
 
 
 @pytest.mark.parametrize("name", ["frequency_penalty", "min_tokens", "grammar", "logit_bias"])
