@@ -1,10 +1,10 @@
-"""Writes the parts of docs/reference that are made from the code.
+"""Writes what is made from the code: parts of docs/reference, and the fields that the command line reads.
 
     .venv/bin/python scripts/reference_pages.py
 
 | page | is made from |
 |---|---|
-| docs/reference/fields.md | `cli/fields/fields.json` |
+| cli/fields/fields.json, docs/reference/fields.md | the fields of the configs, as their classes declare them |
 | docs/reference/proofs.md | the docstrings of the files that make the proofs (a block "Proof …" each) |
 | the last table of docs/reference/faults.md | the faults of `lockstep verify --self-test` |
 
@@ -14,11 +14,11 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.cli.fields.describe import as_text, describe
 from lockstep.cli.fields.description import FIELDS_FILE, grouped
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,8 +85,10 @@ class Block(NamedTuple):
 
 def pages() -> dict[Path, str]:
     """The text of each page that this script writes."""
+    described = describe()
     return {
-        REFERENCE / "fields.md": fields_page(json.loads(FIELDS_FILE.read_text(encoding="utf-8"))),
+        FIELDS_FILE: as_text(described),
+        REFERENCE / "fields.md": fields_page(described),
         REFERENCE / "proofs.md": proofs_page(SOURCE),
         REFERENCE / "faults.md": faults_page((REFERENCE / "faults.md").read_text(encoding="utf-8")),
     }

@@ -29,7 +29,7 @@ for words in json.loads(sys.argv[1]):
 
 
 def test_the_described_fields_are_those_of_the_classes() -> None:
-    assert FIELDS_FILE.read_text() == as_text(describe()), "run: python -m lockstep.cli.fields.describe"
+    assert FIELDS_FILE.read_text() == as_text(describe()), "run: python scripts/reference_pages.py"
 
 
 def test_help_and_early_errors_import_nothing_heavy(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Writes `fields.json`: the fields of every method. The command line reads it without torch.
+"""Makes the text of `fields.json`: the fields of every method. The command line reads it without torch.
 
-`python -m lockstep.cli.fields.describe` writes the file again. `tests/cli/test_fields.py` fails if file and classes differ.
+`scripts/reference_pages.py` writes the file again. `tests/cli/test_fields.py` fails if file and classes differ.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from typing import Any
 
 from transformers import HfArgumentParser
 
-from lockstep.cli.fields.description import FIELDS_FILE
-from lockstep.files import replace_text
 from lockstep.training.config.options import options_of
 
 _RUN = "lockstep.cli.fields.adapter:AdaptedRunArguments"
@@ -84,7 +82,3 @@ def _default(value: Any) -> str | None:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
-
-
-if __name__ == "__main__":
-    replace_text(FIELDS_FILE, as_text(describe()))

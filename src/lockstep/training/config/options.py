@@ -84,6 +84,7 @@ INHERITED: dict[str, About] = {
         "A checkpoint from which `trainer.train()` goes on. Commands go on by themselves, and refuse it.",
         bookkeeping=Bookkeeping.PLACE,
     ),
+    # `eval_strategy` sets it.
     "do_eval": about(bookkeeping=Bookkeeping.LOGS),
     "skip_memory_metrics": about(bookkeeping=Bookkeeping.LOGS),
     "log_on_each_node": about(bookkeeping=Bookkeeping.LOGS),
