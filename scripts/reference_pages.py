@@ -6,7 +6,7 @@
 |---|---|
 | cli/fields/fields.json, docs/reference/fields.md | the fields of the configs, as their classes declare them |
 | docs/reference/proofs.md | the docstrings of the files that make the proofs (a block "Proof …" each) |
-| the last table of docs/reference/faults.md | the faults of `lockstep verify --self-test` |
+| the last list of docs/reference/faults.md | the faults of `lockstep verify --self-test` |
 
 `tests/docs/test_reference_pages.py` fails if a page is not what this script writes.
 """
@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.cli.fields.describe import as_text, describe
 from lockstep.cli.fields.description import FIELDS_FILE, grouped
+from lockstep.training.config.option import OTHERS
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -29,22 +31,28 @@ BEGIN, END = "<!-- injected faults: scripts/reference_pages.py -->", "<!-- end o
 FIELDS_HEAD = """\
 # Fields
 
-Each field can stand in a config file (`name: value`) and on the command line (`--name value`). The command line has priority. In
-Python the fields are arguments of the method's config, for example `GRPOConfig(learning_rate=1e-6)`. Models, data, functions and
-adapters are arguments of a trainer there, so their fields are for the command line only. `lockstep grpo --help` shows the common
-fields, and `--dry_run` prints all fields with their values.
+A field stands in a config file (`name: value`), on the command line (`--name value`, which has priority), or in
+Python in the method's config (`GRPOConfig(learning_rate=1e-6)`). Models, data, functions and adapters are arguments
+of a trainer there. `--dry_run` prints all fields with their values.
 
-`scripts/reference_pages.py` makes this page from the code. Where commands have different defaults, the cell has all of them.
+In brackets are the type and the defaults, of all commands where they differ. Commands at the end of a line: the
+field is theirs only; `gateway` and `verify` take what `grpo` takes. `scripts/reference_pages.py` makes this page
+from the code.
 """
+OTHERS_HEAD = """\
+These mean what they mean in `transformers.TrainingArguments`, where they are described; `lockstep grpo --help-all` has
+the texts. [What differs](migrating-from-trl.md#config-fields)."""
 PROOFS_HEAD = """\
 # Proofs
 
-Every proof is on by default. A failed proof stops the run before the optimizer step, and the error starts with the proof's name.
-[When a proof fails](../troubleshooting/proofs.md) says what to do, [the proof](../internals/proof.md) has limits, costs and
-measurements, and [known faults](faults.md) has the faults that the proofs must catch.
-
-`scripts/reference_pages.py` makes this page from the docstrings of the files that make the proofs, in the order of a run.
+Every proof is on by default. A failed proof stops the run before the optimizer step, and the error starts with its
+name. Each section says what a proof shows, what it does not show, and when and where it is made, in the order of a
+run. [When a proof fails](../troubleshooting/proofs.md) says what to do; [the proof](../internals/proof.md) has
+limits, costs and measurements; [known faults](faults.md) has the faults that proofs must catch.
+`scripts/reference_pages.py` makes this page from docstrings.
 """
+# Choices of a field that stand on the page; fields with more are transformers' own.
+MANY = 12
 # When a proof is made, in the order of a run, and the words by which its `When` says so.
 MOMENTS = {
     "At start": r"start|before the first sample",
@@ -95,18 +103,19 @@ def pages() -> dict[Path, str]:
 
 
 def fields_page(described: dict[str, dict[str, Any]]) -> str:
-    """One table per group of `--help`, without the fields that accept one value only."""
+    """One list per group of `--help`, without the fields that accept one value only; of transformers' own fields the names."""
     commands = [command for command in described if command != "shared"]
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for command in commands:
         for name, entry in {**described["shared"], **described[command]}.items():
             found.setdefault(name, {})[command] = entry
     parts = [FIELDS_HEAD]
-    for title, names in grouped({name: next(iter(entries.values())) for name, entries in found.items()}).items():
+    groups = grouped({name: next(iter(entries.values())) for name, entries in found.items()})
+    others = ", ".join(f"`{name}`" for name in groups.pop(OTHERS))
+    for title, names in groups.items():
         rows = [row for name in names for row in _field_rows(name, found[name], commands)]
-        parts.append(f"## {title}\n\n| field | type | default | what it does | commands |\n|---|---|---|---|---|\n")
-        parts[-1] += "\n".join(rows) + "\n"
-    return "\n".join(parts)
+        parts.append(f"## {title}\n\n" + "\n".join(rows) + "\n")
+    return "\n".join([*parts, f"## {OTHERS}\n\n{OTHERS_HEAD}\n\n{_wrapped(others)}\n"])
 
 
 def _field_rows(name: str, by_command: dict[str, dict[str, Any]], commands: list[str]) -> list[str]:
@@ -120,15 +129,17 @@ def _field_rows(name: str, by_command: dict[str, dict[str, Any]], commands: list
 
 def _field_row(name: str, by_command: dict[str, dict[str, Any]], commands: list[str]) -> str:
     entries = list(by_command.values())
-    kind = " or ".join(f"`{choice}`" for choice in entries[0].get("choices", ())) or entries[0]["type"]
+    choices = entries[0].get("choices", ())
+    kind = ", ".join(f"`{choice}`" for choice in choices) or entries[0]["type"]
+    if len(choices) > MANY:
+        kind = f"one of {len(choices)} names of transformers"
     defaults = dict.fromkeys(entry.get("default", "") for entry in entries)
-    shown = ", ".join(f"`{value}`" for value in defaults if value) or "–"
-    used = "all" if len(by_command) == len(commands) else ", ".join(f"`{command}`" for command in by_command)
-    return f"| `{name}` | {_cell(kind)} | {_cell(shown)} | {_cell(entries[0]['help'])} | {used} |"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+    shown = "; " + ", ".join(f"`{value}`" for value in defaults if value) if any(defaults) else ""
+    beside = {"gateway", "verify"} if {"grpo", "gateway", "verify"} <= by_command.keys() else set()
+    own = ", ".join(f"`{command}`" for command in by_command if command not in beside)
+    used = "" if len(by_command) == len(commands) else f" [{own}]"
+    does = entries[0]["help"].replace("<", "&lt;").replace("\n", " ")
+    return _wrapped(f"- `{name}` ({kind}{shown}): {does}{used}")
 
 
 def proofs_page(source: Path) -> str:
@@ -151,10 +162,10 @@ def proofs_page(source: Path) -> str:
     for moment in MOMENTS:
         parts.append(f"## {moment}\n")
         for block in sorted((b for b in blocks if b.moment == moment), key=lambda b: b.title.strip("`")):
-            lines = [f"### {block.title}\n", f"- **Shows:** {block.shows}"]
-            lines += [f"- **Does not show:** {block.not_shown}"] if block.not_shown else []
-            lines += [f"- **When:** {block.when}", f"- **File:** `{block.file}`\n"]
-            parts.append("\n".join(_linked(line) for line in lines))
+            lines = [f"### {block.title}\n", f"{block.shows[0].upper()}{block.shows[1:]}\n"]
+            lines += [f"- Not shown: {block.not_shown}"] if block.not_shown else []
+            lines += [f"- When: {block.when} (`{block.file}`)\n"]
+            parts.append("\n".join(_wrapped(_linked(line)) for line in lines))
     return "\n".join(parts)
 
 
@@ -188,14 +199,22 @@ def _linked(text: str) -> str:
     return re.sub(r"\bdocs/([\w/-]+\.md)(#[\w-]+)?", link, text)
 
 
+def _wrapped(text: str) -> str:
+    """A paragraph, or an entry of a list, in lines of prose. A line break at its end stays."""
+    indent = "  " if text.startswith("- ") else ""
+    lines = textwrap.fill(text, 118, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return lines + "\n" * text.endswith("\n")
+
+
 def faults_page(page: str) -> str:
-    """The page with the table of the faults that the self-test injects."""
+    """The page with the list of the injected faults that have no row of their own above it."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise SystemExit("docs/reference/faults.md has no marks for the table")
-    rows = "\n".join(f"| {name} | {_cell(what)} |" for name, what in injected())
-    return f"{before}{BEGIN}\n\n| fault | what is injected |\n|---|---|\n{rows}\n\n{END}{after}"
+        raise SystemExit("docs/reference/faults.md has no marks for the list")
+    above = set(re.findall(r"^\| ([A-Z]\d+) \|", before, re.M))
+    lines = "\n".join(f"- {name}: {what}" for name, what in injected() if name not in above)
+    return f"{before}{BEGIN}\n\n{lines}\n\n{END}{after}"
 
 
 def injected() -> list[tuple[str, str]]:

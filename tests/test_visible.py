@@ -8,7 +8,6 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.report.completions import Row, print_completions
 from lockstep.report.live import About, LiveView
-from lockstep.report.notebook import NotebookView
 from lockstep.report.say import complain, say
 from lockstep.report.status import StatusLine
 from lockstep.report.terminal import Terminal
@@ -65,9 +63,9 @@ def test_what_would_be_obeyed_or_hidden_is_an_escape_and_nothing_is_lost() -> No
     assert visible("a\ufe0f") == "a\\ufe0f"
 
 
-def view_of(kind: type[LiveView], text: str, **more: Any) -> LiveView:
+def view_of(text: str) -> LiveView:
     about = About(text, text, text)
-    return kind(about, lambda: text, dict, lambda: (1.0, [(text, text)]), dict, alarms=lambda: [text], **more)
+    return LiveView(about, lambda: text, dict, lambda: (1.0, [(text, text)]), dict, alarms=lambda: [text])
 
 
 def stream() -> io.TextIOWrapper:
@@ -88,7 +86,7 @@ def test_nothing_that_is_printed_steers_a_terminal(monkeypatch: pytest.MonkeyPat
         Row([{"role": ORDERS, "content": ORDERS}], "", {}, 0.0),
     ]
     print_completions(rows, 1, Terminal(file=out, width=200))
-    Terminal(file=out, width=200).print(view_of(LiveView, ORDERS).panel())
+    Terminal(file=out, width=200).print(view_of(ORDERS).panel())
     StatusLine(Terminal(file=out)).note(ORDERS)
     Terminal(file=out).print(ORDERS, markup=False)
     say(ORDERS)
@@ -98,13 +96,6 @@ def test_nothing_that_is_printed_steers_a_terminal(monkeypatch: pytest.MonkeyPat
     assert len(found) > 3000
     assert is_plain(found)
     assert found.count("\\x1b]52") >= 11
-
-
-def test_the_panel_of_a_notebook_has_no_markup_of_a_text() -> None:
-    page = view_of(NotebookView, f"<img src=x>{ORDERS}").page()
-    assert is_plain(page)
-    assert "<img" not in page
-    assert "&lt;img" in page
 
 
 def test_a_live_panel_still_moves_the_cursor() -> None:

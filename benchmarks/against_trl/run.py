@@ -5,8 +5,8 @@
 
 Each program runs in a process of its own and waits while the other one works. Figures are medians of the steps after the first.
 On a machine with fast bf16 everything is run in both dtypes: fp32 alone, and bf16 autocast over fp32 weights.
-Prints the tables of docs/internals/speed.md. Writes `runs/bench/step.json` after every part (machine, every step, and the printed
-figures), and `runs/bench/growth-DTYPE.svg`.
+Prints the figures that docs/internals/speed.md sums up. Writes `runs/bench/step.json` after every part (machine, every step,
+and the printed figures), and `runs/bench/growth-DTYPE.svg`.
 """
 
 from __future__ import annotations

@@ -338,7 +338,7 @@ def _measured_steps(start: Callable[[], Any], repeats: int) -> Row:
 def host(sizes: Sizes) -> Iterator[Row]:
     """Microseconds of processor time per sampled token, without model and engine (`benchmarks/host/cost.py`).
 
-    The tokenizer is the small one of the tests. Therefore "decoding to text" differs from the figure in docs/internals/speed.md.
+    The tokenizer is the small one of the tests. Therefore "decoding to text" differs from what `make host-cost` prints.
     """
     import tiny
 

@@ -317,7 +317,7 @@ def learn(groups: list[RolloutGroup], config: GRPOConfig, watch: RowClock, folde
         preparation = Preparation(objective, MadeUpReference(), clock, ranks, proofs)  # type: ignore[arg-type]
         generation, scored, sequences = preparation.generation(policy, groups, _VERSION)
         assert scored is not None
-        proofs.expected = advantage_proof(objective, groups, sequences)
+        proofs.expected = advantage_proof(objective, groups, sequences, reward_weights=())
         proofs.sampled = sampled_tokens(groups, scored.logps, config.completions_per_micro_batch, own_forward=True)
         size = config.gradient_accumulation_steps
         prepared = preparation.step(policy, generation.step(0, size), moved=False)

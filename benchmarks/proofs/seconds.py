@@ -162,8 +162,8 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
         ("gap", proofs.Proofs, ("check_gap",)),
         ("rows", watch, ("check_rows",)),
         ("scores", AskedAgain, ("check",)),
-        ("rewards, advantages", AdvantageProof, ("__init__", "check")),
-        ("rewards, advantages", watch, ("advantage_proof",)),
+        ("advantages", AdvantageProof, ("__init__", "check")),
+        ("advantages", watch, ("advantage_proof",)),
         # The proof that the trainer learns from what was sampled: the seal of each rollout, and its comparison with each pack.
         ("learned", driver, ("seal_of",)),
         ("learned", watch, ("sampled_tokens",)),

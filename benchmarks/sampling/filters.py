@@ -6,7 +6,7 @@
 One vLLM engine in this process samples the same requests in turn, with and without the record, under the same filter. Both times
 include the conversion of vLLM's outputs into completions. The model is SmolLM2-135M with an end token that it never samples, in the
 dtype that training chooses on this machine. Figures are medians of the rounds after the first. Prints one line per filter, with the
-mean and the largest number of kept ids, and writes `runs/bench/filters.json`. (docs/internals/speed.md)
+mean and the largest number of kept ids, and writes `runs/bench/filters.json`. (docs/internals/methods-measured.md)
 """
 
 from __future__ import annotations

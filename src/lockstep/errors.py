@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,6 +27,24 @@ class LockstepError(RuntimeError):
 
 class InputError(LockstepError, ValueError):
     """Invalid input from outside: a config field, a dataset, a model directory or a reward function."""
+
+
+def check_extra(what: str, extra: str, *modules: str) -> None:
+    """Refuse what needs the packages of an extra, where they are not installed. Imports none of them.
+
+    Args:
+        what: what the user has asked for.
+        extra: the extra of pyproject.toml that brings the packages.
+        modules: the modules that the packages bring.
+
+    Raises:
+        InputError: a module cannot be found. The message has the command that installs it.
+    """
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise InputError(
+            f"{what}: {' and '.join(missing)} cannot be imported here; run pip install 'lockstep-rl[{extra}]'"
+        )
 
 
 class Interrupted(LockstepError):

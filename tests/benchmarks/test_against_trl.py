@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -42,23 +41,6 @@ def step(seconds: float, **changes: Any) -> dict[str, Any]:
 
 
 # ---- what is given ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("short", (2, 8, 32, None)),
-        ("long", (4, 16, 64, 512)),
-        ("many", (16, 8, 16, None)),
-        ("completions-128", (16, 8, 32, None)),
-        ("length-1024", (1, 8, 1024, None)),
-        ("agent", (4, 8, 192, 570)),
-        ("calls-0.1", (2, 8, 256, None)),
-    ],
-)
-def test_a_name_stands_for_sizes(name: str, sizes: tuple[int, int, int, int | None]) -> None:
-    found = workload(name)
-    assert (found.prompts, found.completions, found.tokens, found.prompt_tokens) == sizes
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -211,10 +193,6 @@ def test_the_ratio_is_of_medians_and_to_the_fastest_rival() -> None:
     assert (found["rival"], found["ratio"]) == ("trl", 4.5)
 
 
-def test_lockstep_alone_has_no_ratio() -> None:
-    assert whole_steps({"lockstep": [step(1.0)]}, {}).keys() == {"programs", "phases"}
-
-
 def test_phases_are_set_over_their_floors() -> None:
     found = whole_steps({"lockstep": [step(2.0), step(4.0), step(8.0)]}, {"generate": 0.4, "reference": 0.0})["phases"]
     assert found["generate"] == {"seconds": pytest.approx(1.6), "floor_s": 0.4, "times": pytest.approx(4)}
@@ -240,12 +218,6 @@ def test_growth_gives_each_size_a_tokens_time_and_the_share_of_each_phase() -> N
     found = growth({"length-32": [step(3.0), step(6.0), step(9.0)]})["length-32"]
     assert found["ms_per_token"] == pytest.approx(200)
     assert (found["shares"]["generate"], found["shares"]["forward_backward"]) == pytest.approx((0.4, 0.5))
-
-
-def test_figures_can_be_kept_as_json() -> None:
-    steps = {"lockstep": [step(1.0)], "trl": [step(2.0)]}
-    for figures in (whole_steps(steps, floors_of(step(1.0), bytes=1e9)), learning_halves(steps), growth(steps)):
-        assert json.loads(json.dumps(figures)) == figures
 
 
 def test_the_drawing_has_a_bar_a_size_whose_parts_are_the_whole_step() -> None:

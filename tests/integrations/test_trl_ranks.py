@@ -64,10 +64,11 @@ ASKED = {
     "none at all": [[], []],
     "engine lost once": [[[4, 5]], [[4, 5]]],
     "after all that": [[[5, 6]], [[5, 7]]],
+    "after the tool loop": [[[5, 6]], [[5, 7]]],
 }
 SERVED = [pytest.mark.long, pytest.mark.vllm, needs_vllm]
 # A real server is lost in tests/server.
-ON_SERVER = [case for case in ASKED if case != "engine lost once"]
+ON_SERVER = [case for case in ASKED if case not in ("engine lost once", "after the tool loop")]
 CALLS = [
     *(("results", case) for case in ASKED),
     *(pytest.param("served", case, marks=SERVED) for case in ON_SERVER),
@@ -129,28 +130,22 @@ def test_images_on_one_rank_are_refused_on_both_beside_a_real_server(served: Res
     assert "rank 1: this model is shown no images" in refused[0]["message"]
 
 
-@pytest.mark.long
-@pytest.mark.vllm
-@needs_vllm
-def test_ranks_leave_a_tool_loop_after_different_numbers_of_calls(served: Results) -> None:
-    """A call with one completion per prompt is answered to the rank alone, with the weights of the last push."""
-    for rank, lengths in enumerate([(1, 3), (4, 2)]):
-        loops = served[rank]["alone"]
-        assert [len(calls) for calls in loops] == list(lengths)
-        for calls, version in zip(loops, (loops[0][0]["version"], loops[0][0]["version"] + 1), strict=True):
-            assert {call["version"] for call in calls} == {version}
-            assert all(call["prompt_ids"] == call["asked"] and call["worst"] < 1e-4 for call in calls)
-    drawn = [tuple(call["completion_ids"][0]) for own in served for calls in own["alone"] for call in calls]
-    # The seeds of all calls and ranks differ.
-    assert len(set(drawn)) == len(drawn)
+def test_a_call_that_goes_on_after_a_completion_is_refused_before_it_waits(results: Results) -> None:
+    for found in results:
+        assert found["tool loop"]["raised"] == "InputError"
+        assert "Use one rank, leave out tools and environment_factory, or use lockstep.GRPOTrainer" in str(
+            found["tool loop"]
+        )
 
 
-@pytest.mark.long
-@pytest.mark.vllm
-@needs_vllm
-def test_a_rank_alone_refuses_the_weights_of_another_trainer(served: Results) -> None:
-    assert served[0]["another trainer"] is None
-    assert served[1]["another trainer"]["raised"] == "ProofError", served[1]["another trainer"]
+def test_a_rank_that_calls_a_tool_alone_is_refused_and_the_other_rank_does_not_wait_on(tmp_path: Path) -> None:
+    """Rank 0 is in a collective of TRL, whose own limit is half an hour."""
+    pytest.importorskip("trl", reason="TRL is not installed here")
+    waited, refused = run_ranks("unused", tmp_path, "tools", limit=300)
+    assert refused["raised"] == "InputError"
+    assert "as TRL's tool loop does" in refused["message"]
+    assert waited["raised"] not in ("InputError", "LockstepError"), waited
+    assert "onnection" in waited["message"]
 
 
 @pytest.mark.release

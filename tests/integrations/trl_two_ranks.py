@@ -1,6 +1,6 @@
 """One of two trainer ranks, started by `test_trl_ranks.py`. It writes what each call returned or raised, as JSON.
 
-python trl_two_ranks.py RANK PORT MODEL OUT [SERVER_URL or "split"]
+python trl_two_ranks.py RANK PORT MODEL OUT [SERVER_URL, "split" or "tools"]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ def main() -> None:
     os.environ |= {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "TQDM_DISABLE": "1"}
     if server == ["split"]:
         results = with_split_engine(model, Path(out))
+    elif server == ["tools"]:
+        results = with_tools(int(rank), Path(out).parent)
     elif server:
         results = with_server(int(rank), model, Path(out), server[0])
     else:
@@ -57,8 +60,6 @@ def with_server(rank: int, model: str, out: Path, url: str) -> Any:
 
     generation.sync_weights()
     found = {**shapes(rank, generate), "after all that": tried(lambda: generate([[5, 6 + rank]]))}
-    found["alone"] = tried(lambda: uneven_loops(rank, generation, generate))
-    found["another trainer"] = tried(lambda: beside_another_trainer(rank, generation, generate, url))
     generation.close()
     return {"calls": calls, "weights": weights, **found}
 
@@ -76,29 +77,33 @@ def with_split_engine(model: str, out: Path) -> Any:
     return {"calls": calls, "weights": weights}
 
 
-def uneven_loops(rank: int, generation: Any, generate: Callable[..., Any]) -> Any:
-    """Two generations whose tool loops have 0 and 3, and then 2 and 1 calls. A push lies between them."""
-    found = []
-    for loops in ((0, 3), (2, 1)):
-        generation.sync_weights()
-        found.append([generate([[6, 7]], num_generations=2)])
-        found[-1] += [generate([[6, 7], [8]], num_generations=1) for _ in range(loops[rank])]
-    return found
+def with_tools(rank: int, folder: Path) -> Any:
+    """Run TRL's trainer with a tool on both ranks. Rank 0 leaves TRL's tool loop before the first call, and rank 1 makes one."""
+    import trl
+    import trl.trainer.grpo_trainer
+    from caller import multiply, save_caller
+    from conftest import start
+    from datasets import Dataset
+    from recording import Recording
 
-
-def beside_another_trainer(rank: int, generation: Any, generate: Callable[..., Any], url: str) -> Any:
-    """Rank 0 lets another trainer push other weights to the server. Then rank 1 makes a call alone."""
-    import torch.distributed as dist
-
-    from lockstep.connection import connect
-
-    generation.sync_weights()
+    model = save_caller(folder / f"model{rank}")
+    engine: Any = start("transformers", model) if rank == 0 else None
+    trl.trainer.grpo_trainer.VLLMGeneration = partial(Recording, engine=engine)
+    args = trl.GRPOConfig(
+        output_dir=str(folder / "run"), use_vllm=True, vllm_mode="colocate", max_steps=1, per_device_train_batch_size=4,
+        num_generations=4, max_completion_length=60, bf16=False, use_cpu=True, report_to="none", save_strategy="no",
+    )  # fmt: skip
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **columns: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "what is 2"}]] * 8}),
+        tools=[multiply],
+    )
     if rank == 0:
-        other = connect(url, timeout=60.0)
-        other.update_weights(generation.model, generation.version)
-        other.close()
-    dist.barrier()
-    return generate([[6, 7]], num_generations=1) if rank == 1 else None
+        trainer.max_tool_calling_iterations = 0
+    # The process of rank 1 ends after its refusal. TRL's collective on rank 0 ends with it.
+    return tried(lambda: trainer.train() and None)
 
 
 def with_transformers(rank: int, model: str, out: str) -> Any:
@@ -155,6 +160,9 @@ def with_transformers(rank: int, model: str, out: str) -> Any:
         "colocated": tried(lambda: Recording(**common)),
         "after all that": tried(lambda: generate([[5, 6 + rank]])),
     }
+    answered = results["after all that"]["prompt_ids"][0] + results["after all that"]["completion_ids"][0]
+    results["tool loop"] = tried(lambda: generate([[*answered, 7]]))
+    results["after the tool loop"] = tried(lambda: generate([[5, 6 + rank]]))
     # Rank 1 stays away; rank 0 must not wait for ever.
     results["alone"] = tried(lambda: alone(rank, Path(out)))
     return results

@@ -35,23 +35,22 @@ SILENT = {
         rollouts/across_ranks/ranks.py::Ranks._scattered rollouts/driver.py::Running.finish
         rollouts/driver.py::Running.await_begin rollouts/programs/environment_process.py::_exchange
         rollouts/programs/workers.py::_within threads.py::run_coroutine
-        rollouts/scores/early_scores.py::EarlyScores.take server/supervisor.py::Supervisor._run_once
+        server/supervisor.py::Supervisor._run_once
         sync/wire/gloo.py::GlooTransport.send sync/wire/gloo.py::Receiver.receive
         sync/wire/groups/devices.py::DeviceChannel._wait sync/wire/groups/meeting.py::in_background
         sync/wire/groups/proof.py::SignedStore.get sync/wire/groups/proof.py::SignedStore.wait
         sync/wire/groups/proof.py::authenticate sync/wire/groups/proof.py::prove
         sync/wire/shared_memory.py::SharedMemoryTransport._send sync/wire/slots.py::_wait_for
         watch/ahead.py::ProofsAhead.check_answer contract/inbox.py::Errands.do_during
-        rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do
-        rollouts/scores/early_scores.py::EarlyScores.__exit__""",
+        rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do""",
     "a thread or loop that waits for its next work": """
         threads.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
         environments/verifiers.py::VerifiersAgent._read gateway/streams.py::Heard.begins gateway/streams.py::Heard.until
-        gateway/web.py::_wait report/heartbeat.py::Heartbeat._run report/notebook.py::NotebookView._draw_until_end
+        gateway/web.py::_wait report/heartbeat.py::Heartbeat._run
         report/waits.py::Waits._run threads.py::_limit.watch""",
     "it lasts at most a few seconds": """
         threads.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy gateway/agents.py::Agent._execute
-        gateway/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop report/notebook.py::NotebookView.stop
+        gateway/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop
         rollouts/driver.py::Driver._settle rollouts/programs/tools.py::ToolCalls.settled
         rollouts/programs/workers.py::_gives_way threads.py::_limit
         server/supervisor.py::Supervisor._sleep sync/wire/groups/meeting.py::own_address""",

@@ -432,7 +432,7 @@ def parses_in_a_thread(completions: list[str], **_: Any) -> list[float]:
     [
         (parses_later, True, "coroutine functions run in a loop beside it: make it a plain function"),
         (parses_in_a_thread, True, "the function has started a thread: call it there"),
-        (parses, False, "leave out overlap_rewards, and max_staleness together with environments"),
+        (parses, False, "leave out max_staleness together with environments"),
     ],
 )
 def test_where_math_verify_cannot_set_its_time_limit_the_setting_is_named(

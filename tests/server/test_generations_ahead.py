@@ -361,7 +361,6 @@ def check_nothing_is_lost(model: str, folder: Path, url: str, lose: Callable[[],
     [
         ({"max_staleness": 3, "steps_per_generation": 2}, "multiple of the 2 optimizer steps"),
         ({"max_staleness": -1}, "it must be 0 or a multiple"),
-        ({"overlap_rewards": True}, "leave overlap_rewards out"),
         ({"vllm_importance_sampling_correction": False}, "uncorrected"),
     ],
 )

@@ -174,7 +174,7 @@ def end_ids(family: Family) -> list[int]:
 
 
 def table() -> str:
-    """The table of docs/internals/conversations.md: what happens in each family and case."""
+    """The outcomes that docs/internals/conversations.md sums up: what happens in each family and case."""
     rows = [f"| family | tool calls | {' | '.join(CASES)} |", "|---" * (len(CASES) + 2) + "|"]
     for name in FAMILIES:
         try:

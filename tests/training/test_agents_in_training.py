@@ -129,7 +129,6 @@ class TestRefusals:
             (two_turns, {"max_thinking_length": 4}, "max_thinking_length"),
             (two_turns, {"tools": [len]}, "its own tools"),
             (two_turns, {"rollout_func": len}, "its own tools"),
-            (two_turns, {"renderer": "smoke"}, "knows no family 'smoke'|renderer needs the package"),
         ],
     )
     def test_what_contradicts_an_agent_is_refused(

@@ -85,7 +85,7 @@ async def remote(completions: list, **more: Any) -> list[float]:
 
 def asked(functions: Sequence[RewardFunction], **more: Any) -> tuple[AskedAgain, RewardScorer]:
     scorer = RewardScorer(functions, [1.0] * len(functions), 10.0)
-    return AskedAgain(scorer, decode, 10.0, **{"wanted": True, "by_group": False, **more}), scorer
+    return AskedAgain(scorer, decode, 10.0, **{"wanted": True, **more}), scorer
 
 
 def scored(scorer: RewardScorer) -> list[RolloutGroup]:

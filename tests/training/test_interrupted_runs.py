@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import VLLM, start
-from methods import ALONE, GROUPS, INTERRUPTED, PAIRS, PROMPTS, make, parameters, timeless
+from methods import ALONE, GROUPS, INTERRUPTED, PAIRS, PROMPTS, make, parameters
 from played_engine import ChangedAnswers
 from tiny import make_tokenizer
 
@@ -186,18 +186,6 @@ def test_where_no_thinking_is_interrupted_nothing_is_logged_and_where_none_needs
 
     groups = [replace(g, rollouts=tuple(map(patient, g.rollouts))) for g in run.loop.generation.groups]
     assert run.source.metrics(groups, 0)["completions/interrupted"] == 0.0
-
-
-def test_rewards_while_others_are_sampled_are_of_whole_completions_and_change_nothing(
-    untied_dir: str, tmp_path: Path, hf_engine: Engine
-) -> None:
-    def logged(**more: Any) -> list[dict[str, Any]]:
-        fields = {**limited("GRPO", GROUPS), "max_steps": 2, **more}
-        run = make("GRPO", untied_dir, tmp_path, hf_engine, fields)
-        run.train()
-        return [timeless(log) for log in run.state.log_history if "loss" in log]
-
-    assert logged(overlap_rewards=True) == logged()
 
 
 def test_an_evaluation_is_interrupted_as_training_is(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:

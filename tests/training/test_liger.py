@@ -89,8 +89,8 @@ def test_what_liger_would_pass_over_in_silence_is_refused() -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger, "is_liger_kernel_available", lambda: False)
-    with pytest.raises(InputError, match=r"install lockstep-rl\[liger\]"):
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(InputError, match=r"pip install 'lockstep-rl\[liger\]'"):
         GRPOConfig(output_dir="unused", use_liger_kernel=True)
 
 

@@ -239,9 +239,3 @@ def test_a_judge_or_rewards_but_not_both() -> None:
         make("OnlineDPO", reward_funcs=None, judge=Judge(), args=config("OnlineDPO", reward_model_path="somewhere"))
     with pytest.raises(InputError, match="judge is a str without a method 'judge'"):
         make("OnlineDPO", reward_funcs=None, judge="gpt")
-
-
-def test_overlapping_rewards_are_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep.GRPOConfig, "world_size", property(lambda self: 2))
-    with pytest.raises(InputError, match="overlap_rewards is not supported with several processes"):
-        lockstep.GRPOConfig(output_dir="unused", overlap_rewards=True, per_device_train_batch_size=8)

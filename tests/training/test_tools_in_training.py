@@ -428,7 +428,6 @@ def nameless(a: int) -> int:
         ({"tools": [multiply], "tool_timeout": 0}, "tool_timeout=0"),
         ({"tools": [multiply], "max_tool_calling_iterations": -1}, "max_tool_calling_iterations=-1"),
         ({"tools": [multiply], "tool_format": "smoke"}, "smoke"),
-        ({"tools": [multiply], "renderer": "smoke"}, "knows no family 'smoke'|renderer needs the package"),
         ({"tools": [multiply], "data": Dataset.from_dict({"prompt": ["text"]})}, "must be a list of messages"),
         ({"environment_factory": {"a": Product}, "data": None}, "requires a `train_dataset`"),
         ({"tools": [multiply], "data": None}, "`train_dataset` is required"),
@@ -627,7 +626,7 @@ def by_ledger(environments: list[Any], **_: Any) -> list[float]:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"max_staleness": 1}, pytest.param({"overlap_rewards": True}, marks=pytest.mark.release)],
+    [{}, {"max_staleness": 1}],
     ids=str,
 )
 def test_an_environment_and_the_rewards_that_read_it_share_a_thread(fields: dict[str, Any], make: Make) -> None:

@@ -463,32 +463,3 @@ def test_in_bf16_on_both_sides_the_gap_is_within_its_table(tmp_path: Path, engin
     # Both sides round differently: the gap is not zero, and it is within the limits of bf16.
     assert 1e-5 < log["parity/mean_abs_gap"] < 0.15
     assert log["sampling/importance_sampling_ratio/max"] > 1.0
-
-
-def test_rewards_given_while_others_are_sampled_train_the_same_policy(
-    untied_dir: str, tmp_path: Path, hf_engine: Engine
-) -> None:
-    calls: list[int] = []
-
-    def counted(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-        calls.append(len(completion_ids))
-        return by_length(completion_ids)
-
-    weights, sizes = [], []
-    for overlap in (False, True):
-        run = trainer(
-            untied_dir,
-            tmp_path / str(overlap),
-            engine=hf_engine,
-            reward=counted,
-            overlap_rewards=overlap,
-            max_steps=2,
-            recheck_rewards=False,
-        )
-        # The first call is the rehearsal.
-        calls.clear()
-        run.train()
-        sizes.append(list(calls))
-        weights.append([p.detach().clone() for p in run.model.parameters()])
-    assert sizes == [[8, 8], [4, 4, 4, 4]]
-    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))

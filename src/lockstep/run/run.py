@@ -19,7 +19,6 @@ from lockstep.collector import collector_off
 from lockstep.errors import InputError, foreign_errors
 from lockstep.models.liger import check_gpu
 from lockstep.report.busy import busy, watched_by
-from lockstep.report.live import LiveView
 from lockstep.report.log_lines import LogLines
 from lockstep.report.page.run_record import BEFORE, RECEIPT, REPORT, read_lines
 from lockstep.report.terminal import Terminal
@@ -114,7 +113,7 @@ def _run(trainer: OnlineTrainer, place: RunPlace, stop: StopSignals) -> Finished
 
 def _train_in_view(trainer: OnlineTrainer, place: RunPlace, before: dict[str, Any] | None) -> None:
     """Train, and show every log in the live view."""
-    view = view_of(trainer, LiveView)
+    view = view_of(trainer)
     if before:
         view.on_evaluate(trainer.args, trainer.state, trainer.control, before["metrics"])
     trainer.add_callback(view)

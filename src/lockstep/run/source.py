@@ -26,7 +26,7 @@ from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.conversation import Program, single_turn
-from lockstep.rollouts.driver import Driver, OnRollout, Start, groups_from, sampled_now, starts_for
+from lockstep.rollouts.driver import Driver, Start, groups_from, sampled_now, starts_for
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.interruptions import interrupted
 from lockstep.rollouts.recovery import Recovery
@@ -274,9 +274,7 @@ class RolloutSource:
                 record = push_weights(self.policy, self.engine, version) if alone is None else alone.push(version)
             self.watch.pushed(record)
 
-    def sample(
-        self, prompts: Sequence[Prompt], num_generations: int, version: int, on_rollout: OnRollout | None = None
-    ) -> list[RolloutGroup]:
+    def sample(self, prompts: Sequence[Prompt], num_generations: int, version: int) -> list[RolloutGroup]:
         """Sample rollouts of prompts with the weights that were pushed as `version`."""
         assert self._driver is not None
         if self.rollout_function is not None:
@@ -292,7 +290,7 @@ class RolloutSource:
                 starts,
                 version,
                 program=self.program,
-                on_rollout=self._clock.counted(len(starts), on_rollout),
+                on_rollout=self._clock.counted(len(starts)),
                 # In the engine the requests wait behind the generations that were begun before.
                 limit=self._limit_ahead if self._ahead is not None else None,
             )
@@ -342,28 +340,6 @@ class RolloutSource:
         with self._clock.phase("rewards"):
             return self._scoring.score(groups, state)
 
-    def sample_and_score(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> list[RolloutGroup]:
-        """Push, sample, and score each group while the engine samples others. Scores count only after all answers are checked.
-
-        With environments, groups are scored after sampling: the thread in which functions may read them serves the engine.
-        """
-
-        def in_turn() -> list[RolloutGroup]:
-            self.push(state.global_step)
-            return self.sample(prompts, num_generations, state.global_step)
-
-        if self._tools is not None and self._tools.has_environments:
-            return self.score(self._at_work(in_turn), state)
-
-        def work() -> list[RolloutGroup]:
-            self.push(state.global_step)
-            with self._scoring.early(prompts, num_generations, state) as early:
-                groups = self.sample(prompts, num_generations, state.global_step, early.finished)
-                with self._clock.phase("rewards"):
-                    return early.take(groups, self._scoring.log)
-
-        return self._scoring.finish(self._at_work(work))
-
     # ---- log -------------------------------------------------------------------------------------------------------
 
     def metrics(self, groups: Sequence[RolloutGroup], version: int) -> dict[str, float]:
@@ -387,7 +363,6 @@ class RolloutSource:
         self.abandon_pending()
         if self._driver is not None:
             self._driver.close()
-        self._scoring.close()
         if self._tools is not None:
             self._tools.close()
         if self._owns_engine and self._engine is not None:

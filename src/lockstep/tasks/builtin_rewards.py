@@ -11,7 +11,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, check_extra
 from lockstep.tasks.csv_files import NUMBER
 from lockstep.tasks.math_comparison import compare
 
@@ -65,8 +65,9 @@ def accuracy(
         1 or 0 per completion; None if there is no reference, or none that math-verify can read.
 
     Raises:
-        InputError: the data has neither column.
+        InputError: the data has neither column, or math-verify is not installed.
     """
+    check_package("accuracy")
     references = solution if solution is not None else answer
     if references is None:
         raise InputError("accuracy needs a column 'solution' or 'answer' with the right result; the data has neither")
@@ -127,7 +128,7 @@ def reasoning_gym(completions: list[Any], entry: list[Any], **_: Any) -> list[fl
         entry: the problem as reasoning-gym made it, as JSON or as a dictionary. Its `metadata.source_dataset` names the data set.
 
     Raises:
-        InputError: an entry names no data set, or one that reasoning-gym does not have.
+        InputError: an entry names no data set, or one that reasoning-gym does not have; or reasoning-gym is not installed.
     """
     problems = [json.loads(problem) if isinstance(problem, str) else problem for problem in entry]
     return [
@@ -137,6 +138,31 @@ def reasoning_gym(completions: list[Any], entry: list[Any], **_: Any) -> list[fl
 
 
 BUILT_IN: dict[str, Reward] = {f.__name__: f for f in (exact_match, accuracy, format, length, reasoning_gym)}
+
+# The extra and the module that a function needs.
+_EXTRAS = {"accuracy": ("math", "math_verify"), "reasoning_gym": ("demo", "reasoning_gym")}
+
+
+def check_package(name: str) -> None:
+    """Check that the package of a built-in function is there, without importing it.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    if name in _EXTRAS:
+        check_extra(f"the built-in {name}", *_EXTRAS[name])
+
+
+def gym_package() -> Any:
+    """The package reasoning_gym. Its import takes two thirds of a second.
+
+    Raises:
+        InputError: it is not installed.
+    """
+    check_package("reasoning_gym")
+    import reasoning_gym
+
+    return reasoning_gym
 
 
 def _thinks_once(text: str) -> bool:
@@ -164,9 +190,7 @@ def _gym_name(problem: Any) -> str:
 
 @functools.cache
 def _gym_scorer(name: str) -> Callable[[str, dict[str, Any]], float]:
-    from reasoning_gym.factory import get_score_answer_fn
-
     try:
-        return get_score_answer_fn(name)
+        return gym_package().get_score_answer_fn(name)
     except ValueError as error:
         raise InputError(f"reasoning-gym has no data set {name!r}: {error}") from error

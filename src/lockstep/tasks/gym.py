@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import reasoning_gym
 from datasets import Dataset
 
 from lockstep.errors import InputError
 from lockstep.tasks.arithmetic import chat
-from lockstep.tasks.builtin_rewards import Reward, texts
+from lockstep.tasks.builtin_rewards import Reward, gym_package, texts
 
 SYSTEM = "Answer with just the result."
 
@@ -32,12 +31,13 @@ def reasoning_gym_problems(
         problem that also occurs in the evaluation set is dropped from the training set.
 
     Raises:
-        InputError: reasoning-gym has no such data set.
+        InputError: reasoning-gym has no such data set, or is not installed.
     """
+    gym = gym_package()
     try:
-        source = reasoning_gym.create_dataset(name, seed=seed, size=max(train_size, 1))
-        held_out = reasoning_gym.create_dataset(name, seed=seed + _EVAL_OFFSET, size=max(eval_size, 1))
-        worked = reasoning_gym.create_dataset(name, seed=seed + _EXAMPLE_OFFSET, size=max(examples, 1))
+        source = gym.create_dataset(name, seed=seed, size=max(train_size, 1))
+        held_out = gym.create_dataset(name, seed=seed + _EVAL_OFFSET, size=max(eval_size, 1))
+        worked = gym.create_dataset(name, seed=seed + _EXAMPLE_OFFSET, size=max(examples, 1))
     except ValueError as error:
         raise InputError(f"reasoning-gym has no data set {name!r}: {error}") from error
     shown = [(worked[i]["question"], str(worked[i]["answer"])) for i in range(examples)]
@@ -60,7 +60,7 @@ class _Problem:
     def reset(self, entry: str, **row: Any) -> None:
         """Begin with the problem of a row's column `entry`."""
         self._entry = json.loads(entry)
-        self._score = reasoning_gym.get_score_answer_fn(self._entry["metadata"]["source_dataset"])
+        self._score = gym_package().get_score_answer_fn(self._entry["metadata"]["source_dataset"])
         self._best = 0.0
 
     def get_reward(self) -> float:

@@ -10,7 +10,7 @@ import re
 
 from lockstep.errors import InputError
 from lockstep.homes import expanded
-from lockstep.tasks.builtin_rewards import BUILT_IN, Reward, soft_overlong
+from lockstep.tasks.builtin_rewards import BUILT_IN, Reward, check_package, soft_overlong
 from lockstep.tasks.functions import Modules, load_function, place_of
 
 _KIND = "reward function"
@@ -31,9 +31,11 @@ def load_reward(name: str, modules: Modules | None = None) -> Reward:
         modules: as in `load_function`.
 
     Raises:
-        InputError: there is no such function. The message says where it was searched.
+        InputError: there is no such function, and the message says where it was searched; or a built-in function needs a
+            package that is not installed.
     """
     if name in BUILT_IN:
+        check_package(name)
         return BUILT_IN[name]
     if numbers := _SOFT_OVERLONG.fullmatch(name):
         return soft_overlong(int(numbers[1]), int(numbers[2]))

@@ -1,10 +1,10 @@
 """Proof of advantages and weights: what enters the loss is what the method's definition makes of the scores.
 
-The expected values stand in `definitions/`.
+The expected values stand in `definitions/`. They start from the scores, not from the rewards that the run has made of them.
 
-Proof `rewards`, `advantages`.
-Shows: the reward of every completion is the sum of its scores with the user's weights; the advantage and the weight
-of every token that enters the loss are what a second implementation in float64 makes of these rewards.
+Proof `advantages`.
+Shows: the advantage and the weight of every token that enters the loss are what a second implementation in float64
+makes of the scores, with the weights that the user has asked for.
 Does not show: that a reward function scored the right text (`scores` shows this); objectives of your own are not
 compared.
 When: every micro-batch, before its loss.
@@ -44,7 +44,6 @@ class Scored:
         prompt: id of its prompt. Completions of one prompt are one group.
         branches: name and number of sampled tokens of each of its sequences.
         scores: one score per reward function; None: no score.
-        reward: the reward that the run uses; NaN: none.
         failed, cut: whether it could not be finished, and whether the length limit cut it.
         old_logps, ref_logps, values: (N,) under the policy, the reference model and the critic, where the method uses them.
     """
@@ -53,7 +52,6 @@ class Scored:
     prompt: str
     branches: Sequence[tuple[str, int]]
     scores: Sequence[float | None]
-    reward: float
     failed: bool
     cut: bool
     old_logps: Sequence[float] | None = None
@@ -95,13 +93,13 @@ class AdvantageProof:
         method: `grpo`, `rloo`, `reinforce++`, `ppo` or `online_dpo`.
         completions: the generation, in the order in which steps take them.
         settings: the run's configuration.
-
-    Raises:
-        ProofError: the reward of a completion is not the weighted sum of its scores.
+        reward_weights: those that the user has asked for, in the order of the reward functions.
     """
 
-    def __init__(self, method: str, completions: Sequence[Scored], settings: Any) -> None:
-        self._settings, self._all = settings, list(completions)
+    def __init__(
+        self, method: str, completions: Sequence[Scored], settings: Any, reward_weights: tuple[float, ...]
+    ) -> None:
+        self._settings, self._all, self._reward_weights = settings, list(completions), reward_weights
         self._masked = {
             c.name
             for c in completions
@@ -111,7 +109,7 @@ class AdvantageProof:
         for c in completions:
             groups.setdefault(c.prompt, []).append(c)
         self._groups = list(groups.values())
-        self._rewards = {c.name: self._reward(c) for c in completions}
+        self._rewards = {c.name: weighted_sum(list(c.scores), reward_weights) for c in completions}
         made = {
             "grpo": self._grpo,
             "rloo": self._rloo,
@@ -131,21 +129,6 @@ class AdvantageProof:
 
     # ---- expected values --------------------------------------------------------------------------------------------
 
-    def _reward(self, c: Scored) -> float | None:
-        weights = tuple(self._settings.reward_weights or ())
-        due = weighted_sum(list(c.scores), weights)
-        largest = weighted_sum([None if s is None else abs(s) for s in c.scores], tuple(map(abs, weights)))
-        agrees = math.isnan(c.reward) if due is None else abs(c.reward - due) <= 1e-9 * (largest or 0.0)
-        if not agrees:
-            raise ProofError(
-                "rewards",
-                f"the reward of {c.name} is {c.reward:.6g}; its scores {list(c.scores)} give {due} with the weights "
-                f"{list(weights) or 'of 1'}",
-                "scores were weighted with other weights, or a missing score was taken for a number",
-                "let rewards be made by the scorer alone; otherwise this is a defect of Lockstep: report it",
-            )
-        return due
-
     def _of(self, group: Sequence[Scored]) -> list[float | None]:
         return [self._rewards[c.name] for c in group]
 
@@ -162,7 +145,7 @@ class AdvantageProof:
         settings = self._settings
         if settings.multi_objective_aggregation == "normalize_then_sum":
             count = len(self._all[0].scores)
-            weights = [*(settings.reward_weights or []), *([1.0] * count)][:count]
+            weights = [*self._reward_weights, *([1.0] * count)][:count]
             flat = define.gdpo([[[c.scores[k] for c in g] for k in range(count)] for g in self._groups], weights)
             rows = iter(flat)
             return self._spread([[next(rows) for _ in group] for group in self._groups])
@@ -353,12 +336,16 @@ def check_still(proof: AdvantageProof, sequences: Sequence[TrainingSequence]) ->
 
 
 def advantage_proof(
-    objective: Objective[Any], groups: Sequence[RolloutGroup], sequences: Sequence[TrainingSequence]
+    objective: Objective[Any],
+    groups: Sequence[RolloutGroup],
+    sequences: Sequence[TrainingSequence],
+    reward_weights: tuple[float, ...],
 ) -> AdvantageProof | None:
     """The proof of a generation; None for an objective without a definition.
 
     Args:
         sequences: those of the groups, with the log-probs that the method needs, before their advantages.
+        reward_weights: those that the user has asked for.
     """
     # A class of the user's own may compute other advantages.
     if objective.definition is None or not is_lockstep(type(objective)):
@@ -379,7 +366,6 @@ def advantage_proof(
                     prompt=group.prompt.prompt_id,
                     branches=[(s.name, s.length) for s in own],
                     scores=list(rollout.scores.values()),
-                    reward=rollout.reward,
                     failed=rollout.failed is not None,
                     cut=rollout.finish_reason == "length",
                     old_logps=column("old_logps") if objective.kl_in_reward else None,
@@ -387,4 +373,4 @@ def advantage_proof(
                     values=column("values"),
                 )
             )
-    return AdvantageProof(objective.definition, completions, objective.config)
+    return AdvantageProof(objective.definition, completions, objective.config, reward_weights)

@@ -61,12 +61,9 @@ class AskedAgain:
         decode: gives the text of ids, without special tokens.
         timeout: seconds that one function may take.
         wanted: whether functions may be asked again at all.
-        by_group: whether the functions were called once per group, and not once for all groups.
     """
 
-    def __init__(
-        self, scorer: Scorer, decode: Callable[[Any], str], timeout: float, *, wanted: bool, by_group: bool
-    ) -> None:
+    def __init__(self, scorer: Scorer, decode: Callable[[Any], str], timeout: float, *, wanted: bool) -> None:
         self._all: list[RewardFunction] = []
         if wanted and isinstance(scorer, RewardScorer) and scorer.environment_of is None:
             names = [reward_name(f) for f in scorer.functions]
@@ -75,7 +72,7 @@ class AskedAgain:
                 for f, name in zip(scorer.functions, names, strict=True)
                 if not is_coroutine_function(f) and not isinstance(f, RewardModel) and names.count(name) == 1
             ]
-        self._decode, self._timeout, self._by_group = decode, timeout, by_group
+        self._decode, self._timeout = decode, timeout
         self.forget()
 
     def forget(self) -> None:
@@ -111,7 +108,7 @@ class AskedAgain:
             for function in list(self._functions):
                 before = _scores(function, [group])
                 if (found := self._ask(function, [group], rows, state)) is not None and not _equal(before, found):
-                    self._judge(function, [group] if self._by_group else groups, rows, state)
+                    self._judge(function, groups, rows, state)
         self._spent += time.perf_counter() - now
         return {"checked/asked_again": len(group.rollouts) / sum(len(g.rollouts) for g in groups)}
 

@@ -115,7 +115,6 @@ class RunWatch:
             engine.decode,
             self._config.reward_timeout,
             wanted=self._config.recheck_rewards,
-            by_group=self._config.overlap_rewards,
         )
         # Of the generation: what must enter the loss, from its seals and from the method's definition.
         self._generation: Generation | None = None
@@ -190,7 +189,8 @@ class RunWatch:
             config.completions_per_micro_batch,
             own_forward=config.single_update,
         )
-        self.expected = advantage_proof(self._objective, generation.groups, sequences)
+        weights = self._settings.wanted.reward_weights
+        self.expected = advantage_proof(self._objective, generation.groups, sequences, weights)
         if scored is not None:
             # Where the generation is used for one step only, that step's own forward gives the receipt's line.
             evidence, record = kept(scored.evidence), not config.single_update

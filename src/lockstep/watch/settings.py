@@ -25,6 +25,11 @@ once and at a place between the two limits; no other completion has inserted ids
 Does not show: which place between `min_thinking_length` and `max_thinking_length` the seed draws.
 When: every completion of one turn.
 
+Proof `rewards`.
+Shows: the reward of every completion is the sum of its scores with the weights that the user has asked for.
+Does not show: that a reward function scored the right text (`scores` shows this).
+When: every completion, after the rewards of its generation or evaluation.
+
 Proof `temperature`.
 Shows: the log-probs that the loss uses are those of the model's own logits at the user's temperature, with the user's
 bias and penalties, among the engine's kept ids.

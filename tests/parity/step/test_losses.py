@@ -108,6 +108,37 @@ def test_a_reward_that_is_not_the_weighted_sum_of_its_scores_is_refused(
         run.train()
 
 
+@pytest.mark.parametrize("method", methods.FIELDS)
+def test_rewards_that_change_after_their_proof_are_refused_before_the_loss(
+    method: str, untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    """Expected advantages are made of the scores, so that they do not follow the rewards."""
+    run = methods.make(method, untied_dir, tmp_path, hf_engine, methods.FIELDS[method])
+    real = run.loop.rollout
+
+    def swapped(*arguments: Any) -> Any:
+        groups = real(*arguments)
+        best = max(groups, key=lambda g: max(r.reward for r in g.rollouts) - min(r.reward for r in g.rollouts))
+        rollouts = tuple(replace(r, reward=-r.reward) for r in best.rollouts)
+        return [replace(g, rollouts=rollouts) if g is best else g for g in groups]
+
+    with patch.object(run.loop, "rollout", swapped), pytest.raises(ProofError, match="an advantage of") as caught:
+        run.train()
+    assert caught.value.check == "advantages"
+
+
+def test_the_weights_that_the_user_has_asked_for_are_in_the_expected_advantages(
+    untied_dir: str, tmp_path: Path, hf_engine: Engine
+) -> None:
+    def by_last(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(ids[-1] % 7) for ids in completion_ids]
+
+    fields = {**methods.GROUPS, "max_steps": 1, "reward_weights": [1.0, -3.0]}
+    run = methods.make("GRPO", untied_dir, tmp_path, hf_engine, fields, reward_funcs=[methods.by_length, by_last])
+    run.train()
+    assert run.state.global_step == 1
+
+
 def test_completions_without_a_score_pass(untied_dir: str, tmp_path: Path, hf_engine: Engine) -> None:
     def some(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
         return [None if i % 3 == 0 else float(ids[0]) for i, ids in enumerate(completion_ids)]

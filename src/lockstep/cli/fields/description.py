@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from lockstep.cli.fields.recipes import recipe_names
 from lockstep.errors import InputError
+from lockstep.training.config.fields.trl import INSTEAD
 from lockstep.training.config.option import GROUPS, OTHERS, refuse_other_value
 
 FIELDS_FILE = Path(__file__).with_name("fields.json")
@@ -25,15 +26,6 @@ _NAMES = {"int": "N", "float": "X", "text": "TEXT", "bool": "YES/NO", "choice": 
 _TRUTH = {"yes": True, "true": True, "t": True, "y": True, "1": True}
 _TRUTH |= {"no": False, "false": False, "f": False, "n": False, "0": False}
 _LONGEST_CHOICES = 60
-# Fields of TRL's scripts, now or earlier, that are none here: the closest name is another matter.
-_INSTEAD = {
-    "max_prompt_length": "no prompt is cut here: drop rows that are too long, or raise vllm_max_model_length",
-    **dict.fromkeys(
-        ("dtype", "torch_dtype"),
-        "bf16 says in what the trainer computes, engine_dtype in what the engine does, and model_init_kwargs: {dtype: …} how the "
-        "trained weights are held",
-    ),
-}
 
 
 def fields_of(command: str) -> dict[str, dict[str, Any]]:
@@ -80,7 +72,7 @@ def check_names(names: list[str], fields: dict[str, Any], where: str) -> None:
     for name in names:
         if name not in fields and not (name.startswith("no_") and name[3:] in fields):
             close = difflib.get_close_matches(name, fields, 1)
-            hint = _INSTEAD.get(name) or (f"did you mean {close[0]!r}?" if close else "")
+            hint = INSTEAD.get(name) or (f"did you mean {close[0]!r}?" if close else "")
             raise InputError(f"unknown field {name!r} in {where}" + (f"; {hint}" if hint else ""))
 
 

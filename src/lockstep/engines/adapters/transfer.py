@@ -21,7 +21,7 @@ class WorkerCalls(Protocol):
     available_bytes: int
 
     def workers(self, method: str, *args: str) -> list[Any]:
-        """As in `WeightReceiverCalls`."""
+        """Call a method on every worker. Returns what each of them answers."""
 
 
 class AdapterCalls:

@@ -490,7 +490,8 @@ def workers_of(llm: LLM, transport: TransportChoice | None, timeout: float) -> O
     """The workers of an engine that was started.
 
     Args:
-        transport, timeout: as in `WorkerProcesses`; unused if the model is in this process.
+        transport: chooses how weights reach the workers; unused if the model is in this process.
+        timeout: seconds that one call of a worker may take.
     """
     if llm.llm_engine.vllm_config.parallel_config.world_size == 1:
         return OwnWorker(llm)
@@ -506,7 +507,7 @@ class OwnWorker:
         llm: vLLM's engine.
 
     Attributes:
-        wire_dtype: as in `WeightReceiver`. None: the engine gets references to the trainer's tensors, and vLLM casts them when it
+        wire_dtype: None: tensors are not cast. The engine gets references to the trainer's tensors, and vLLM casts them when it
             copies them.
     """
 

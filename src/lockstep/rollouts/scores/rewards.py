@@ -411,8 +411,8 @@ def _how_to_use_a_signal(function: RewardFunction) -> str:
             f"; only the main thread handles signals, and the function has started a thread: call it there, {without}"
         )
     return (
-        "; only the main thread handles signals: leave out overlap_rewards, and max_staleness together with environments, and "
-        f"start training in the main thread, {without}"
+        "; only the main thread handles signals: leave out max_staleness together with environments, and start "
+        f"training in the main thread, {without}"
     )
 
 

@@ -48,7 +48,6 @@ from lockstep.run.loop import TrainingLoop
 from lockstep.run.source import RolloutSource
 from lockstep.run.trainers.evaluation import EvaluatesBySampling
 from lockstep.run.trainers.hooks.callbacks import add_callbacks
-from lockstep.run.trainers.hooks.live_views import show_in_notebook
 from lockstep.run.trainers.hooks.optimizer import makes_optimizer
 from lockstep.run.trainers.hooks.steps import StepHooks
 from lockstep.run.trainers.hooks.whole_checkpoints import WholeCheckpoints
@@ -245,7 +244,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
         self._eval_notes = defaultdict(list)
         self._start_source(engine, rollout_func)
         self._make_loop()
-        self._notebook_view = show_in_notebook(self)
 
     # ---- what the constructor sets up, in its order -----------------------------------------------------------------
 
@@ -520,8 +518,6 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
                     return super().train(resume_from_checkpoint, *args, **kwargs)
             finally:
                 self.source.abandon_pending()
-                if self._notebook_view is not None:
-                    self._notebook_view.stop()
 
     def training_step(self, model: torch.nn.Module, inputs: MicroBatch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Learn from one part of the current generation: see `TrainingLoop.micro_step`.

@@ -33,7 +33,9 @@ class NCCLTransport(GlooTransport):
     and after a push that failed.
 
     Args:
-        host, port, timeout: as in `GlooTransport`.
+        host: this machine's address, as the servers reach it.
+        port: port that the servers connect to; 0 means a free port.
+        timeout: seconds that a whole push may take.
         device: the trainer's device. On a CPU, gloo takes the place of NCCL.
     """
 

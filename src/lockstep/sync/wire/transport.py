@@ -38,7 +38,7 @@ class WeightTransport(Protocol):
         After a failure, all agreements with the servers are void.
 
         Args:
-            base: as in `WeightReceiver.load`.
+            base: digest of the weights that the engine must already hold; empty: the tensors are all weights of the model.
 
         Raises:
             EngineLost: a server did not take part until the end.
@@ -79,7 +79,7 @@ def choose_transport(
         host: this machine's address, as the servers reach it. The trainer listens on it and on no other.
         port: port that the trainer listens on; 0 means a free port.
         timeout: seconds that any step of a push may take.
-        deltas: as in `GlooTransport`.
+        deltas: whether gloo sends only the changed elements of tensors in half precision.
 
     Raises:
         InputError: the name is unknown, or a server cannot use the transport.

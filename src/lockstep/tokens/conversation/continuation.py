@@ -19,7 +19,6 @@ import numpy as np
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.chat import Message, Template, shared_start
-from lockstep.tokens.conversation.family_renderer import FamilyRenderer
 from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
 from lockstep.tokens.picture_ids import pictures_in
 
@@ -60,14 +59,10 @@ class Continuation:
         template: the deployed template.
         reader: reads sampled turns.
         end_ids: ids that end a turn.
-        renderer: makes the inserted ids after a turn that the model has ended; None: the template makes all of them.
     """
 
-    def __init__(
-        self, template: Template, reader: TurnReader, end_ids: Iterable[int], renderer: FamilyRenderer | None = None
-    ) -> None:
+    def __init__(self, template: Template, reader: TurnReader, end_ids: Iterable[int]) -> None:
         self.template, self.reader, self._end_ids = template, reader, frozenset(end_ids)
-        self.renderer = renderer
         self._end_texts = [text for i in self._end_ids if (text := template.control.get(i))]
 
     def rendered(self, messages: Sequence[Message], turn: Message, new_messages: Sequence[Message]) -> tuple[str, int]:
@@ -98,26 +93,6 @@ class Continuation:
         self, messages: Sequence[Message], context_ids: Ids, turn_ids: Ids, new_messages: Sequence[Message]
     ) -> Insert | Branch:
         """What follows a sampled turn. See `Extension.next`."""
-        step = self.next_by_template(messages, context_ids, turn_ids, new_messages)
-        if isinstance(step, Branch) or self.renderer is None or not self._uses_renderer(turn_ids, new_messages):
-            return step
-        ids = self.renderer.inserted(context_ids, turn_ids, new_messages)
-        return step if ids is None else Insert(ids)
-
-    def _uses_renderer(self, turn_ids: Ids, new_messages: Sequence[Message]) -> bool:
-        """Whether the renderer makes these ids.
-
-        It does so only for an ended turn, because it would close a turn that was cut in another way than the template. And it does
-        so only if no text looks like a control token, because it would turn such text into control tokens.
-        """
-        ended = len(turn_ids) > 0 and int(turn_ids[-1]) in self._end_ids
-        are_texts = all(isinstance(message.get("content"), str) for message in new_messages)
-        return ended and are_texts and not self.template.is_guarded(new_messages)
-
-    def next_by_template(
-        self, messages: Sequence[Message], context_ids: Ids, turn_ids: Ids, new_messages: Sequence[Message]
-    ) -> Insert | Branch:
-        """What follows a sampled turn, made by the template without a renderer."""
         turn = self.reader.read(turn_ids)
         before = self.template.text(messages)
         text, turn_end = self.rendered(messages, turn.message, new_messages)
@@ -165,9 +140,7 @@ class Continuation:
             "template",
             f"the ids after a turn are {found_text!r:.200}, and the chat template ends this conversation with {wanted_text!r:.200}",
             "the token that closes the turn is missing or doubled, or the inserted messages are those of another rollout",
-            "this is a defect of Lockstep: report it with this message and the name of the model"
-            if self.renderer is None
-            else f"leave renderer={self.renderer.family!r} out: its ids are not those of this chat template",
+            "this is a defect of Lockstep: report it with this message and the name of the model",
         )
 
     def _ends_whole(self, turn: Ids, inserted: Ids, whole: Ids) -> bool:

@@ -17,10 +17,8 @@ from transformers.utils import get_json_schema
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined
 from lockstep.tokens.chat import Content, Message, Template
-from lockstep.tokens.clock import NAME_IN_TEMPLATES
 from lockstep.tokens.conversation.continuation import Branch, Continuation, Insert, closing_tokens
 from lockstep.tokens.conversation.extension_proof import CALLS, REFUSED, proven_cases
-from lockstep.tokens.conversation.family_renderer import FamilyRenderer
 from lockstep.tokens.conversation.tool_calls import schemas_of
 from lockstep.tokens.conversation.tool_formats import ToolCall
 from lockstep.tokens.conversation.turns import ParsedTurn, TurnReader
@@ -43,8 +41,6 @@ class Extension:
             renders them.
         placeholder: the id of the template's text for a picture; None: no message shows pictures. A message contains a picture as
             one part of its content (`tokens/picture_ids.py`).
-        renderer: a model family of the library `renderers`, or "auto" (`tokens/conversation/family_renderer.py`). Then this library
-            makes the inserted ids after turns that the model has ended, and reads tool calls that no `tool_format` reads.
 
     Attributes:
         conventions: how the template renders an assistant turn.
@@ -66,21 +62,17 @@ class Extension:
         tools: Sequence[Tool] | None = None,
         tool_format: str | None = None,
         placeholder: int | None = None,
-        renderer: str | None = None,
     ) -> None:
         schemas = [tool if isinstance(tool, dict) else get_json_schema(tool) for tool in tools or ()]
         self._template = Template(tokenizer, end_ids, chat_template_kwargs, schemas, placeholder)
         ends = sorted({*end_ids, *closing_tokens(self._template)})
-        # A renderer has no clock.
-        own = {k: v for k, v in (chat_template_kwargs or {}).items() if k != NAME_IN_TEMPLATES}
-        family = None if renderer is None else FamilyRenderer(renderer, tokenizer, own, schemas)
-        self._reader = TurnReader(self._template, ends, schemas_of(schemas), tool_format, family)
-        self.continuation = Continuation(self._template, self._reader, ends, family)
+        self._reader = TurnReader(self._template, ends, schemas_of(schemas), tool_format)
+        self.continuation = Continuation(self._template, self._reader, ends)
         self.conventions, self.reads_calls = self._reader.conventions, self._reader.reads_calls
         if tools and not self.reads_calls:
             raise InputError(
-                "the chat template renders tool calls in no format that can be read here: name the format with tool_format, or the "
-                "model family with renderer"
+                "the chat template renders tool calls in no format that can be read here: name the format with tool_format, or "
+                "give the model a template with a known one"
             )
         self.cases = proven_cases(self.continuation)
         refused = {case: why for case, why in self.cases.items() if why.startswith(REFUSED)}

@@ -17,7 +17,6 @@ from typing import Any
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids
 from lockstep.tokens.chat import Content, Message, Template, shared_start
-from lockstep.tokens.conversation.family_renderer import FamilyRenderer
 from lockstep.tokens.conversation.tool_calls import marked, read_calls
 from lockstep.tokens.conversation.tool_formats import FORMATS, FoundCalls, Schemas, ToolCall
 
@@ -91,7 +90,6 @@ class TurnReader:
         end_ids: ids that end a turn.
         schemas: JSON schema of the arguments by tool name.
         tool_format: a name of `FORMATS`. None: the format in which the template renders calls.
-        renderer: reads the calls if the template renders them in a format that is not in `FORMATS`.
 
     Attributes:
         conventions: how the template renders an assistant turn.
@@ -107,24 +105,18 @@ class TurnReader:
         end_ids: Sequence[int],
         schemas: Schemas,
         tool_format: str | None = None,
-        renderer: FamilyRenderer | None = None,
     ) -> None:
         if tool_format is not None and tool_format not in FORMATS:
             raise InputError(f"there is no tool format {tool_format!r}: choose one of {', '.join(FORMATS)}")
         self._template, self._ends, self._schemas = template, frozenset(end_ids), schemas
-        self.conventions = conventions = _conventions(template, self._ends, tool_format)
-        self._renderer = renderer if conventions.shows_calls and conventions.tool_format is None else None
-        if self._renderer is not None:
-            self._opening = template.ids(template.text([{"role": "user", "content": _ASKED}]))
-        self.reads_calls = conventions.tool_format is not None or self._renderer is not None
+        self.conventions = _conventions(template, self._ends, tool_format)
+        self.reads_calls = self.conventions.tool_format is not None
 
     def read(self, ids: Ids, *, calls_are_text: bool = False) -> ParsedTurn:
         """Read a sampled turn (N,), with or without the token that ended it. No sampled ids raise an error."""
         turn_ids = _without_end(ids, self._ends)
         conventions = replace(self.conventions, tool_format=None) if calls_are_text else self.conventions
         text, found = _read(self._template, conventions, turn_ids, self._schemas)
-        if self._renderer is not None and not calls_are_text:
-            found = self._with_calls(self._renderer, turn_ids, found)
         errors = [f"The tool call {error}." for error in found.errors]
         limit = self.conventions.max_calls
         if limit is not None and len(found.calls) > limit:
@@ -146,18 +138,6 @@ class TurnReader:
         if self.conventions.result_role == "user":
             return {"role": "user", "content": content}
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
-
-    def _with_calls(self, renderer: FamilyRenderer, ids: Ids, whole: _Parts) -> _Parts:
-        """The parts of a turn whose calls a renderer reads. `whole` has the calls as text."""
-        read = renderer.read(self._opening, ids)
-        # If no text follows the thinking, the calls are inside the thinking. Such calls are not made.
-        if read is None or not (read.calls or read.errors) or not whole.content.strip():
-            return whole
-        content = read.content
-        if self.conventions.thinking_field is None and read.reasoning is not None:
-            content = f"{_THINK}{read.reasoning}{_THINK_END}{content}"
-        outside = marked(self._template, ids[read.outside])
-        return _Parts(content, whole.reasoning, outside.plain(outside.text), list(read.calls), list(read.errors))
 
     def _message(self, content: str, reasoning: str | None, calls: tuple[ToolCall, ...], whole_text: str) -> Message:
         conventions = self.conventions

@@ -38,11 +38,6 @@ def check_staleness(config: OnlineConfig) -> None:
             f"max_staleness={config.max_staleness}; it must be 0 or a multiple of the "
             f"{config.optimizer_steps_per_generation} optimizer steps of a generation"
         )
-    if config.overlap_rewards:
-        raise InputError(
-            "overlap_rewards and max_staleness have the same purpose: with max_staleness, rewards are computed while later "
-            "generations are sampled; leave overlap_rewards out"
-        )
     if not config.vllm_importance_sampling_correction:
         raise InputError(
             "max_staleness samples with older weights, and vllm_importance_sampling_correction=false leaves that "

@@ -140,11 +140,6 @@ class OnlineConfig(
         group="reward",
         bookkeeping=Bookkeeping.COMPARISON,
     )
-    overlap_rewards: bool = option(
-        False,
-        "Score each group while others are sampled; reward functions are then called once per group.",
-        group="reward",
-    )
     vllm_importance_sampling_correction: bool = option(
         True, "Weight tokens by the measured trainer / engine ratio, after the gap has passed.", group="proofs"
     )
@@ -442,8 +437,6 @@ class OnlineConfig(
         optimizer = str(getattr(self.optim, "value", self.optim))
         if "layerwise" in optimizer or optimizer.startswith(("lomo", "adalomo", "schedule_free")):
             raise InputError(f"optim={optimizer} steps inside the backward pass, before the proof; it is not supported")
-        if self.overlap_rewards and self.world_size > 1:
-            raise InputError("overlap_rewards is not supported with several processes; leave it out")
         for name in ("model_init_kwargs", "chat_template_kwargs", "vllm_engine_kwargs"):
             if not isinstance(getattr(self, name), dict | None):
                 raise InputError(f'{name}={getattr(self, name)!r}; it must be a mapping, such as {{"key": 1}}')

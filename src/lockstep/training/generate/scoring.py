@@ -7,14 +7,12 @@ functions have logged.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from lockstep.report.alarms import Alarms
 from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.across_ranks.wire import scores_from_wire, scores_to_wire
-from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.scores.early_scores import EarlyScores
+from lockstep.rollouts.group import RolloutGroup
 from lockstep.rollouts.scores.reward_log import RewardLog
 from lockstep.rollouts.scores.rewards import Scorer
 from lockstep.training.generate.rollouts.tools import RolloutTools
@@ -43,7 +41,6 @@ class Scoring:
     ) -> None:
         self._scorer, self._ranks, self._tools, self._alarms = scorer, ranks, tools, alarms
         self.log = RewardLog()
-        self._early = ThreadPoolExecutor(1, thread_name_prefix="lockstep-rewards")
 
     def score(self, groups: list[RolloutGroup], state: Any) -> list[RolloutGroup]:
         """Groups with their rewards. Every rank calls.
@@ -51,17 +48,9 @@ class Scoring:
         Args:
             state: the trainer's state, which reward functions may ask for.
         """
-        return self.finish(self._on_ranks(groups, state))
+        return self._finish(self._on_ranks(groups, state))
 
-    def early(self, prompts: Sequence[Prompt], num_generations: int, state: Any) -> EarlyScores:
-        """Scores groups one by one while others are being sampled. `finish` takes what it returns."""
-
-        def score(groups: Sequence[RolloutGroup], log: RewardLog) -> list[RolloutGroup]:
-            return self._scorer.score(groups, state, log)
-
-        return EarlyScores(prompts, num_generations, score, self._early)
-
-    def finish(self, scored: list[RolloutGroup]) -> list[RolloutGroup]:
+    def _finish(self, scored: list[RolloutGroup]) -> list[RolloutGroup]:
         """What the scorer computes over the whole generation; then tools let go of what they kept for the rewards."""
         scored = self._scorer.finish(scored)
         for reason in (rollout.failed for group in scored for rollout in group.rollouts):
@@ -112,7 +101,3 @@ class Scoring:
         if self._tools is not None:
             own |= self._tools.metrics(groups)
         return own | self.log.take(own=own)
-
-    def close(self) -> None:
-        """End the thread in which groups are scored while others are sampled."""
-        self._early.shutdown(wait=False, cancel_futures=True)

@@ -66,7 +66,7 @@ def pictures_body(request: GenerationRequest, sent: Sequence[Picture], name: str
 
     Args:
         sent: the pictures that the server does not hold yet.
-        first: as in `scoring_body`.
+        first: whether the server answers before the generation requests that wait; only for servers that accept priorities.
     """
     assert request.pictures is not None
     body = _body(request.prompt_ids.tolist(), name, {"max_tokens": 1, "detokenize": False})

@@ -258,7 +258,7 @@ def read_adapter_back(worker: Any, name: str) -> LoadedWeights:
 
 
 def probe_adapter(worker: Any, name: str, layers: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-    """Outputs of adapted layers, as in `AdapterReceiver.probe`, of the layers that this worker has."""
+    """For each adapted layer that this worker has: its output with the adapter, its output without, and the difference (3, N)."""
     from lockstep.engines.vllm.port.probe import linear_output, whole_parts
 
     memory = _memory(worker)

@@ -229,7 +229,7 @@ class InProcessUpdate(WeightTransferUpdateInfo):
     """Named tensors of the trainer, by reference. If the model has an adapter, each tensor is made when it is read.
 
     Attributes:
-        base: as in `WeightReceiver.load`.
+        base: digest of the weights that the engine must already hold; empty: the tensors are all weights of the model.
     """
 
     tensors: Iterable[Named]
@@ -260,7 +260,7 @@ class WireUpdate(WeightTransferUpdateInfo):
         push: number of the push, in the segment.
         timeout: seconds to wait for one chunk.
         secret: the secret of this push over gloo or NCCL (`sync/wire/groups/proof.py`).
-        base: as in `WeightReceiver.load`.
+        base: digest of the weights that the engine must already hold; empty: the tensors are all weights of the model.
         keeps: whether the worker keeps a copy of what it receives. Then later pushes can send only the changed elements.
         group: name of the group of devices that stays between pushes (`sync/wire/groups/devices.py`).
         digest_key: key of the push's digests, in hex; empty: they are xxh3.

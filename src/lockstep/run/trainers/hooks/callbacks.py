@@ -12,7 +12,6 @@ from transformers import PrinterCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 from lockstep.report.log_lines import LogLines
-from lockstep.report.notebook import in_notebook
 from lockstep.run.files.resumable import ResumableSaves
 from lockstep.run.trainers.hooks.optimizer import WatchedCallbacks
 from lockstep.run.trainers.hooks.run_files import RunFiles
@@ -44,6 +43,5 @@ def add_callbacks(trainer: OnlineTrainer, began: float) -> RunFiles:
     if not config.asks_for_progress_bar:
         for printer in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
             trainer.remove_callback(printer)
-        if not in_notebook():
-            trainer.add_callback(LogLines())
+        trainer.add_callback(LogLines())
     return files

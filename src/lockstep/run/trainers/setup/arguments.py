@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, check_extra
 from lockstep.models.adapters import causal_model, is_adapted
 from lockstep.models.loaded_checks import check_finite
 from lockstep.models.policy import context_length
@@ -92,8 +91,7 @@ def rollout_tools(
 
 
 def _rollout_agents(agent: Any, config: Any, ranks: Ranks, model: Any) -> RolloutAgents:
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise InputError(f"an agent needs {' and '.join(missing)}; install lockstep-rl[gateway]")
+    check_extra("an agent", "gateway", "starlette", "uvicorn")
     from lockstep.training.generate.rollouts.agents import RolloutAgents
 
     return RolloutAgents(agent, config, ranks, model if isinstance(model, str) else model.config._name_or_path)

@@ -140,7 +140,8 @@ class KeptChannel:
     new one.
 
     Args:
-        device, environment: as in `DeviceChannel`; `environment` makes the context.
+        device: this rank's device. No two ranks may have the same GPU.
+        environment: makes a context in which NCCL's variables are the same as those of the other ranks.
     """
 
     def __init__(

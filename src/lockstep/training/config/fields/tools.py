@@ -40,9 +40,3 @@ class ToolFields:
         "llama3_json. Default: as the chat template writes them.",
         group="tools",
     )
-    renderer: str | None = option(
-        None,
-        "A model family of the library renderers, or auto: it makes the ids between turns and reads tool calls that no "
-        "tool_format reads. Default: the chat template makes them.",
-        group="tools",
-    )

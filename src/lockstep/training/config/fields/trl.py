@@ -1,15 +1,18 @@
-"""Fields of TRL and transformers that support one value here, or that have no effect here.
+"""Fields of TRL and transformers that support one value here, have no effect here, or have other names here.
 
-A script that sets them runs. Any other value of the first kind is refused by name. Any value of the second kind is
-taken, and a line says that it has no effect. `OnlineConfig` inherits the fields; other fields of these two kinds are
-transformers' own (`training/config/options.py`). docs/reference/migrating-from-trl.md gives reasons.
+A script that sets the first two kinds runs. Any other value of the first kind is refused by name. Any value of the
+second kind is taken, and a line says that it has no effect. A field of the third kind is refused with what to set
+instead; removed fields of Lockstep are among them. `OnlineConfig` inherits the fields; other fields of the first two
+kinds are transformers' own (`training/config/options.py`). docs/reference/migrating-from-trl.md gives reasons.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import Any, Self
 
+from lockstep.errors import InputError
 from lockstep.training.config.option import option, refuse_other_value
 from lockstep.training.config.options import with_key
 
@@ -17,6 +20,20 @@ _logger = logging.getLogger(__name__)
 
 
 _ONE_VALUE = "Only one value is supported; see docs/reference/migrating-from-trl.md."
+
+# What TRL or an earlier Lockstep calls a field and is none here: what a user sets instead.
+INSTEAD = {
+    "max_prompt_length": "no prompt is cut here: drop rows that are too long, or raise vllm_max_model_length",
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"),
+        "bf16 says in what the trainer computes, engine_dtype in what the engine does, and model_init_kwargs: {dtype: …} how the "
+        "trained weights are held",
+    ),
+    "overlap_rewards": "it was removed; max_staleness has its purpose: a server samples later generations while rewards are "
+    "computed",
+    "renderer": "it was removed: the model's chat template makes the ids between turns, and tool_format says how tool calls are "
+    "written",
+}
 
 
 @dataclass
@@ -46,6 +63,11 @@ class OneValueFields:
     dataloader_drop_last: bool = option(
         True, "Must stay true: a generation is always whole.", only="a generation is always whole"
     )
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        for name in given.keys() & INSTEAD.keys():
+            raise InputError(f"{cls.__name__} has no field {name!r}; {INSTEAD[name]}")
+        return super().__new__(cls)
 
     def refuse_other_values(self) -> None:
         """Check the fields that support one value.

@@ -80,9 +80,7 @@ class RolloutAgents:
         arguments = self._config.template_arguments
         self._tokenizer, self._end_ids, self._images = tokenizer, end_ids, images
         placeholder = images.placeholder if images is not None else None
-        self._extensions = Extensions(
-            tokenizer, end_ids, arguments, self._config.tool_format, placeholder, self._config.renderer
-        )
+        self._extensions = Extensions(tokenizer, end_ids, arguments, self._config.tool_format, placeholder)
 
     def start(self) -> AgentProgram:
         """Start the gateway, and return the program of the run's rollouts. On the rank that holds the engine, after `open`.

@@ -77,11 +77,6 @@ class RolloutTools:
         if factory is not None:
             made = Environments(factory, self.calls)
             self._share_a_thread = made.share_a_thread
-            if config.overlap_rewards and ranks.owner:
-                _logger.warning(
-                    "overlap_rewards has no effect with environments: reward functions run in the environments' thread, after "
-                    "sampling"
-                )
             self.calls.process = _unprocessed
             # Only the owner makes environments.
             self._environments = made if ranks.owner else None
@@ -158,7 +153,6 @@ class RolloutTools:
                 tools=[*own, *schemas],
                 tool_format=self._config.tool_format,
                 placeholder=images.placeholder if images is not None else None,
-                renderer=self._config.renderer,
             )
             for name, schemas in (kinds or {None: ()}).items()
         }
