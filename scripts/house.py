@@ -201,7 +201,9 @@ def field_places(house: House) -> dict[str, list[str]]:
     """For each field of `GRPOConfig` that Lockstep declares: the files of the source in which it is declared or listed.
 
     Declared: an annotated name in a class of that name's family, or of `definitions/`. Listed: its name as a text in a table at the
-    top of a file (a list, tuple, set or mapping), or as a key in a JSON file. Files that only use the field do not count.
+    top of a file (a list, tuple, set or mapping). Files that only use the field do not count. A file that a script writes
+    from the declarations (`fields.json`) is none of these. Some tables that count are about something else of the same
+    name: requests of vLLM and OpenAI, figures, the settings of injected faults; and `definitions/` is a second opinion.
     """
     family: list[ast.ClassDef] = []
     todo = [(module, node) for module, node, _ in house.places["GRPOConfig"]]
@@ -224,9 +226,6 @@ def field_places(house: House) -> dict[str, list[str]]:
                 told |= {k.arg for c in ast.walk(n.value) if isinstance(c, ast.Call) for k in c.keywords if k.arg}
         for name in told & own:
             where[name].add(house.file(module))
-    for path in house.package.rglob("*.json"):
-        for name in own & set(re.findall(r'"(\w+)"', path.read_text(encoding="utf-8"))):
-            where[name].add(str(path.relative_to(house.package)))
     return {name: sorted(files) for name, files in where.items()}
 
 
@@ -276,7 +275,8 @@ def rows(house: House, prompt: Way, parameter: Way) -> list[tuple[str, str, str,
 
     touched = [f"{file}:{line} {name}" for file, line, name in touches]
     share = f"{100 * size['imports'] / max(size['code'], 1):.1f} % of {size['code']} lines"
-    declared = f"{counts[0]} to {counts[-1]}, mean {sum(counts) / len(counts):.1f}"
+    mean = sum(counts) / len(counts)
+    declared = f"{counts[0]} to {counts[-1]}, mean {mean:.1f}; {counts.count(1)} of {len(counts)} in one place"
     listed = [f"{name}: {' '.join(files)}" for name, files in sorted(fields.items())]
     reached = sorted(rooms_reached(house))
     return [

@@ -77,6 +77,7 @@ CONVERSATION = "tests/rollouts/test_interruptions.py"
 DRIVER = "tests/rollouts/test_driver.py"
 BRANCHES = "tests/training/test_branches.py"
 FILTER_FIELDS = "tests/training/test_filter_fields.py"
+ONE_PLACE = "tests/training/test_one_place_of_a_field.py"
 LET_SLEEP = "tests/sync/test_let_sleep.py"
 WORKER_START = "tests/engines/test_worker_start.py"
 ENDS_SENT = "tests/engines/test_vllm_requests.py::test_a_request_that_names_its_end_tokens_leaves_vllm_no_others"
@@ -1764,7 +1765,32 @@ MUTATIONS = [
     ),
     Mutation("a run that ends while another command looks", "settings) == folder:", "settings) or True:", CHECKPOINTS),
     Mutation("a start after the checkpoint", "reversed(before) if", "reversed(entries) if", CHECKPOINTS),
-    Mutation("a field that another one sets", '"eval_strategy", "do_eval", ', '"eval_strategy", ', CHECKPOINTS),
+    Mutation(
+        "a field that another one sets",
+        '"do_eval": about(bookkeeping=Bookkeeping.LOGS)',
+        '"do_eval": about()',
+        CHECKPOINTS,
+    ),
+    Mutation("a field declared again", "{**ours.get(name, {}), **said}", "said", ONE_PLACE),
+    Mutation(
+        "bookkeeping of a method's own",
+        "return own.union(*map(bookkeeping, kind.__subclasses__()))",
+        "return own",
+        ONE_PLACE,
+    ),
+    Mutation(
+        "fields of transformers among ours",
+        "return {**ours, **named, **theirs}",
+        "return {**theirs, **named, **ours}",
+        ONE_PLACE,
+    ),
+    Mutation("metadata for argparse", 'for key in ("help",) if key in self', "for key in self", ONE_PLACE),
+    Mutation(
+        "a temperature of no engine",
+        "Bounds(SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE,",
+        "Bounds(SMALLEST_TEMPERATURE, 1000,",
+        FILTER_FIELDS,
+    ),
     Mutation("a lock of another process", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_UN", LOCK, within="_take"),
     Mutation("two trainers of one process", "    if alone in held.alone:", "    if False:", LOCK),
     Mutation(

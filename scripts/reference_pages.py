@@ -1,10 +1,10 @@
-"""Writes the parts of docs/reference that are made from the code.
+"""Writes what is made from the code: parts of docs/reference, and the fields that the command line reads.
 
     .venv/bin/python scripts/reference_pages.py
 
 | page | is made from |
 |---|---|
-| docs/reference/fields.md | `cli/fields/fields.json` and `cli/fields/groups.py` |
+| cli/fields/fields.json, docs/reference/fields.md | the fields of the configs, as their classes declare them |
 | docs/reference/proofs.md | the docstrings of the files that make the proofs (a block "Proof …" each) |
 | the last list of docs/reference/faults.md | the faults of `lockstep verify --self-test` |
 
@@ -14,15 +14,14 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.cli.fields.description import FIELDS_FILE
-from lockstep.cli.fields.groups import GROUPS, OTHERS
-from lockstep.training.config.fields.trl import ONE_VALUE, UNSUPPORTED, WITHOUT_EFFECT
+from lockstep.cli.fields.describe import as_text, describe
+from lockstep.cli.fields.description import FIELDS_FILE, grouped
+from lockstep.training.config.option import OTHERS
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -94,8 +93,10 @@ class Block(NamedTuple):
 
 def pages() -> dict[Path, str]:
     """The text of each page that this script writes."""
+    described = describe()
     return {
-        REFERENCE / "fields.md": fields_page(json.loads(FIELDS_FILE.read_text(encoding="utf-8"))),
+        FIELDS_FILE: as_text(described),
+        REFERENCE / "fields.md": fields_page(described),
         REFERENCE / "proofs.md": proofs_page(SOURCE),
         REFERENCE / "faults.md": faults_page((REFERENCE / "faults.md").read_text(encoding="utf-8")),
     }
@@ -108,17 +109,11 @@ def fields_page(described: dict[str, dict[str, Any]]) -> str:
     for command in commands:
         for name, entry in {**described["shared"], **described[command]}.items():
             found.setdefault(name, {})[command] = entry
-    refused = {*ONE_VALUE, *UNSUPPORTED, *WITHOUT_EFFECT}
-    grouped = {name for names in GROUPS.values() for name in names}
-    others = ", ".join(f"`{name}`" for name in found if name not in grouped and name not in refused)
     parts = [FIELDS_HEAD]
-    for title, names in GROUPS.items():
-        rows = [
-            row
-            for name in names
-            if name in found and name not in refused
-            for row in _field_rows(name, found[name], commands)
-        ]
+    groups = grouped({name: next(iter(entries.values())) for name, entries in found.items()})
+    others = ", ".join(f"`{name}`" for name in groups.pop(OTHERS))
+    for title, names in groups.items():
+        rows = [row for name in names for row in _field_rows(name, found[name], commands)]
         parts.append(f"## {title}\n\n" + "\n".join(rows) + "\n")
     return "\n".join([*parts, f"## {OTHERS}\n\n{OTHERS_HEAD}\n\n{_wrapped(others)}\n"])
 

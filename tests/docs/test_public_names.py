@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 import lockstep
 from lockstep.run.trainers.online import OnlineTrainer
-from lockstep.training.config.fields.trl import ONE_VALUE, WITHOUT_EFFECT
+from lockstep.training.config.options import options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINERS = [name for name in lockstep.__all__ if name.endswith("Trainer")]
@@ -58,7 +58,8 @@ def test_help_of_a_trainer_shows_an_example_and_leads_to_every_argument(name: st
 @pytest.mark.parametrize("name", CONFIGS)
 def test_help_of_a_config_explains_every_field_of_ours_that_does_something(name: str) -> None:
     config = getattr(lockstep, name)
-    aside = {field.name for field in dataclasses.fields(TrainingArguments)} | ONE_VALUE.keys() | WITHOUT_EFFECT.keys()
+    aside = {field.name for field in dataclasses.fields(TrainingArguments)}
+    aside |= {name for name, said in options_of(config).items() if said.keys() & {"only", "no_effect"}}
     own = [field.name for field in dataclasses.fields(config) if field.init and field.name not in aside]
     assert len(own) > 40
     assert [field for field in own if not re.search(rf"^ {{8}}{field} \(", config.__doc__, re.M)] == []

@@ -18,6 +18,7 @@ import pytest
 import torch
 from full_disk import full_disk
 from tiny import make_model, make_tokenizer
+from transformers import TrainingArguments
 
 from lockstep import GRPOConfig
 from lockstep.errors import InputError, LockstepError, writing
@@ -35,7 +36,8 @@ from lockstep.run.files.checkpoints import (
 )
 from lockstep.run.files.run_directory import RunPlace
 from lockstep.run.files.run_directory import open_run as locked_run
-from lockstep.run.files.run_identity import IGNORED, changed_fields, curve_settings
+from lockstep.run.files.run_identity import bookkeeping, changed_fields, curve_settings
+from lockstep.training.config.options import INHERITED
 from lockstep.watch.receipt import RECEIPT, Receipt
 from lockstep.watch.resume import seal
 
@@ -200,10 +202,11 @@ def test_a_run_whose_settings_were_written_when_bookkeeping_counted_goes_on(tmp_
     assert open_run(tmp_path / "run", settings()).checkpoint == good
 
 
-def test_every_field_that_is_named_as_bookkeeping_exists() -> None:
-    known = {field.name for field in dataclasses.fields(GRPOConfig)}
+def test_every_field_of_transformers_of_which_something_is_said_exists() -> None:
+    known = {field.name for field in dataclasses.fields(TrainingArguments)}
     # TrainingArguments had it until transformers 5.
-    assert IGNORED - known <= {"logging_dir"}
+    assert INHERITED.keys() - known <= {"logging_dir"}
+    assert "logging_dir" in bookkeeping()
 
 
 def test_an_interrupted_run_may_become_longer_and_not_shorter(
@@ -533,7 +536,7 @@ def other(name: str) -> Any:
 def test_no_field_that_may_change_changes_another_one() -> None:
     """`eval_strategy` sets `do_eval`, for example. A run must go on with it."""
     known, tried = {field.name for field in dataclasses.fields(GRPOConfig)}, []
-    for name in sorted(IGNORED & known):
+    for name in sorted(bookkeeping() & known):
         value = other(name)
         if value is None or name in ("fsdp", "deepspeed", "push_to_hub"):
             continue

@@ -106,3 +106,18 @@ def test_bad_words_have_the_ids_that_vllm_gives_them() -> None:
     found = bad_word_ids(words, TOKENIZER)
     assert [list(word) for word in found] == params.bad_words_token_ids
     assert len(found) > len(words)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.009, 2.001, 1000.0])
+def test_a_config_refuses_a_temperature_that_no_engine_samples_with(temperature: float) -> None:
+    """The bounds are those of a request, so that they are asked before a model is loaded."""
+    with pytest.raises(InputError, match=r"at least 0\.01 and at most 2"):
+        GRPOConfig(output_dir="unused", temperature=temperature)
+    with pytest.raises(InputError, match="temperature"):
+        Sampling(8, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.01, 2.0])
+def test_a_config_takes_the_lowest_and_the_highest_temperature(temperature: float) -> None:
+    assert GRPOConfig(output_dir="unused", temperature=temperature).temperature == temperature
+    assert Sampling(8, temperature=temperature).temperature == temperature

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lockstep import GRPOConfig
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.training.config.fields.trl import WITHOUT_EFFECT
+from lockstep.training.config.options import with_key
 
 EVERY_TWO: dict[str, Any] = {**GROUPS, "save_strategy": "steps", "save_steps": 2}
 
@@ -39,9 +39,10 @@ def test_a_field_without_an_effect_is_neutral_afterwards_and_says_so(
     name: str, value: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = GRPOConfig(output_dir="unused", **{name: value})
-    assert getattr(config, name) == WITHOUT_EFFECT[name][0]
+    neutral, _ = with_key(GRPOConfig, "no_effect")[name]
+    assert getattr(config, name) == neutral
     assert f"{name}={value!r} has no effect here" in capsys.readouterr().err
-    GRPOConfig(output_dir="unused", **{name: WITHOUT_EFFECT[name][0]})
+    GRPOConfig(output_dir="unused", **{name: neutral})
     assert "no effect" not in capsys.readouterr().err
 
 

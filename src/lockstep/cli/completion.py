@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import shlex
 
-from lockstep.cli.fields.description import fields_of
+from lockstep.cli.fields.description import fields_of, is_shown
 from lockstep.cli.fields.recipes import recipe_names
 from lockstep.cli.words import WordParser
 from lockstep.report.say import say
-from lockstep.training.config.fields.trl import ONE_VALUE, UNSUPPORTED, WITHOUT_EFFECT
 
 # Commands without fields, with their options.
 _OWN = {
@@ -64,13 +63,13 @@ def script() -> str:
     """The script for bash."""
     from lockstep.cli.main import COMMANDS
 
-    refused = {*ONE_VALUE, *UNSUPPORTED, *WITHOUT_EFFECT}
     fields, choices = [], {"recipe": recipe_names()}
     for command in COMMANDS:
         if command in _OWN:
             options = _OWN[command]
         else:
-            known = {n: f for n, f in fields_of("grpo" if command == "demo" else command).items() if n not in refused}
+            fields_there = fields_of("grpo" if command == "demo" else command)
+            known = {name: field for name, field in fields_there.items() if is_shown(field)}
             options = " ".join(f"--{name}" for name in ("config", "recipe", "dry_run", "help", "help-all", *known))
             choices |= {name: field["choices"] for name, field in known.items() if "choices" in field}
         fields.append(f"      {command}) words={shlex.quote(options)} ;;")

@@ -17,7 +17,8 @@ from lockstep.errors import InputError
 from lockstep.homes import expanded
 from lockstep.report.say import complain, say
 from lockstep.secret import masked
-from lockstep.training.config.checks import CONTEXT, COUNT, PORT, SHARE, check_bounds
+from lockstep.training.config.checks import check_bounds
+from lockstep.training.config.option import CONTEXT, COUNT, PORT, SHARE
 
 _EPILOG = "Any other argument goes to vLLM's server as it is (vllm serve --help lists them)."
 

@@ -17,7 +17,7 @@ from lockstep.errors import InputError
 GrammarKind = Literal["regex", "json", "choice", "grammar"]
 
 # vLLM 0.32.0 silently raises a lower temperature to the first value, and refuses a temperature above the second value.
-_SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE = 0.01, 2.0
+SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE = 0.01, 2.0
 # vLLM's server cuts biases to this range, and vLLM in the trainer's process does not.
 _LARGEST_BIAS = 100.0
 
@@ -91,7 +91,7 @@ class Sampling:
     end_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        self._check_range("temperature", _SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE)
+        self._check_range("temperature", SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE)
         self._check_range("top_p", 0.0, 1.0, without_low=True)
         self._check_range("top_k", 0, math.inf)
         self._check_range("min_p", 0.0, 1.0)

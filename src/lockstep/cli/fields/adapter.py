@@ -10,30 +10,29 @@ from typing import Any, Literal
 
 from lockstep.cli.fields.arguments import RunArguments
 from lockstep.errors import InputError
-from lockstep.training.config.fields.trl import doc
+from lockstep.training.config.option import COUNT, Bounds, option
+from lockstep.training.config.options import with_key
 
 
 @dataclasses.dataclass
 class AdaptedRunArguments(RunArguments):
     """A run's model, data and reward, and the adapter that is trained instead of all weights."""
 
-    use_peft: bool = dataclasses.field(default=False, metadata=doc("Train a LoRA adapter on the frozen model."))
-    lora_r: int = dataclasses.field(default=16, metadata=doc("Rank of the adapter's matrices."))
-    lora_alpha: int = dataclasses.field(default=32, metadata=doc("The adapter counts alpha / r times."))
-    lora_dropout: float = dataclasses.field(
-        default=0.0, metadata=doc("Kept with the adapter, and off in training: the engine has none.")
+    use_peft: bool = option(False, "Train a LoRA adapter on the frozen model.", group="adapter", common=True)
+    lora_r: int = option(16, "Rank of the adapter's matrices.", group="adapter", common=True, bounds=COUNT)
+    lora_alpha: int = option(32, "The adapter counts alpha / r times.", group="adapter", bounds=COUNT)
+    lora_dropout: float = option(
+        0.0, "Kept with the adapter, and off in training: the engine has none.", group="adapter", bounds=Bounds(0, 1)
     )
-    lora_target_modules: list[str] | None = dataclasses.field(
-        default=None, metadata=doc("Layers that get it, or all-linear. Default: PEFT's for the model.")
+    lora_target_modules: list[str] | None = option(
+        None, "Layers that get it, or all-linear. Default: PEFT's for the model.", group="adapter"
     )
-    lora_modules_to_save: list[str] | None = dataclasses.field(
-        default=None, metadata=doc("Modules trained as a whole beside it.")
-    )
-    use_rslora: bool = dataclasses.field(default=False, metadata=doc("Count it alpha / √r times (rsLoRA)."))
-    use_dora: bool = dataclasses.field(default=False, metadata=doc("Train magnitudes beside it (DoRA)."))
-    load_in_4bit: bool = dataclasses.field(default=False, metadata=doc("Hold the frozen weights in 4 bits (QLoRA)."))
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = dataclasses.field(default="nf4", metadata=doc("Kind of 4 bits."))
-    use_bnb_nested_quant: bool = dataclasses.field(default=False, metadata=doc("Quantise their scales too."))
+    lora_modules_to_save: list[str] | None = option(None, "Modules trained as a whole beside it.", group="adapter")
+    use_rslora: bool = option(False, "Count it alpha / √r times (rsLoRA).", group="adapter")
+    use_dora: bool = option(False, "Train magnitudes beside it (DoRA).", group="adapter")
+    load_in_4bit: bool = option(False, "Hold the frozen weights in 4 bits (QLoRA).", group="adapter")
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = option("nf4", "Kind of 4 bits.", group="adapter")
+    use_bnb_nested_quant: bool = option(False, "Quantise their scales too.", group="adapter")
 
 
 def check_adapter(given: AdaptedRunArguments) -> None:
@@ -75,7 +74,12 @@ def adapter_arguments(given: AdaptedRunArguments) -> dict[str, Any]:
 
 def settings_of(given: AdaptedRunArguments) -> dict[str, Any]:
     """The fields that identify a run. The adapter fields are included only if `use_peft` is on."""
-    return {name: said for name, said in dataclasses.asdict(given).items() if given.use_peft or name in _GENERAL}
+    aside = with_key(type(given), "bookkeeping")
+    return {
+        name: value
+        for name, value in dataclasses.asdict(given).items()
+        if (given.use_peft or name in _GENERAL) and name not in aside
+    }
 
 
 _GENERAL = {f.name for f in dataclasses.fields(RunArguments)}

@@ -20,6 +20,7 @@ from lockstep.cli.fields.description import check_names, check_words, fields_of,
 from lockstep.cli.fields.recipes import recipe_file
 from lockstep.errors import InputError, one_line
 from lockstep.secret import without_secrets
+from lockstep.training.config.option import SEED, Bounds, option
 from lockstep.visible import visible
 
 
@@ -27,62 +28,59 @@ from lockstep.visible import visible
 class RunArguments:
     """The model, the data and the reward of a run."""
 
-    model_name_or_path: str | None = dataclasses.field(
-        default=None, metadata={"help": "smollm2-135m-instruct, a model directory, or a hub id."}
+    model_name_or_path: str | None = option(
+        None, "smollm2-135m-instruct, a model directory, or a hub id.", group="model", common=True
     )
-    dataset_name: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "help": "arithmetic, calculator, dots, reasoning_gym, a .jsonl/.csv/.parquet file or a directory of them, a datasets "
-            "directory, or a hub id."
-        },
+    dataset_name: str | None = option(
+        None,
+        "arithmetic, calculator, dots, reasoning_gym, a .jsonl/.csv/.parquet file or a directory of them, a datasets "
+        "directory, or a hub id.",
+        group="data",
+        common=True,
     )
-    dataset_config: str | None = dataclasses.field(
-        default=None, metadata={"help": "Kind of arithmetic problems, reasoning-gym data set, or hub configuration."}
+    dataset_config: str | None = option(
+        None, "Kind of arithmetic problems, reasoning-gym data set, or hub configuration.", group="data", common=True
     )
-    dataset_train_split: str = dataclasses.field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str | None = dataclasses.field(
-        default=None, metadata={"help": "Split to evaluate on. Default: eval_size rows held out of the training split."}
+    dataset_train_split: str = option("train", "Split to train on.", group="data")
+    dataset_test_split: str | None = option(
+        None, "Split to evaluate on. Default: eval_size rows held out of the training split.", group="data"
     )
-    dataset_types: list[str] | None = dataclasses.field(
-        default=None,
-        metadata={"help": "Columns of a CSV file that are not text: NAME=int, NAME=float or NAME=bool."},
+    dataset_types: list[str] | None = option(
+        None, "Columns of a CSV file that are not text: NAME=int, NAME=float or NAME=bool.", group="data"
     )
-    train_size: int = dataclasses.field(
-        default=0, metadata={"help": "Problems to make, or a limit on rows; 0: all rows."}
+    train_size: int = option(
+        0, "Problems to make, or a limit on rows; 0: all rows.", group="data", common=True, bounds=Bounds(0)
     )
-    eval_size: int = dataclasses.field(default=0, metadata={"help": "Held-out problems; 0: no evaluation."})
-    dataset_seed: int = dataclasses.field(default=0, metadata={"help": "Seed of the problems and of what is held out."})
-    reward_funcs: list[str] | None = dataclasses.field(
-        default=None,
-        metadata={
-            "help": "accuracy, format, length, exact_match, reasoning_gym, soft_overlong(MAX,CACHE), file.py:function, "
-            "package.module.function, or a reward model's directory or hub id. Default: the data's own."
-        },
+    eval_size: int = option(0, "Held-out problems; 0: no evaluation.", group="data", common=True, bounds=Bounds(0))
+    dataset_seed: int = option(0, "Seed of the problems and of what is held out.", group="data", bounds=SEED)
+    reward_funcs: list[str] | None = option(
+        None,
+        "accuracy, format, length, exact_match, reasoning_gym, soft_overlong(MAX,CACHE), file.py:function, "
+        "package.module.function, or a reward model's directory or hub id. Default: the data's own.",
+        group="reward",
+        common=True,
     )
-    tools: list[str] | None = dataclasses.field(
-        default=None,
-        metadata={"help": "Functions that the model may call: file.py:function or package.module.function."},
+    tools: list[str] | None = option(
+        None,
+        "Functions that the model may call: file.py:function or package.module.function.",
+        group="tools",
+        common=True,
     )
-    environment_factory: list[str] | None = dataclasses.field(
-        default=None,
-        metadata={
-            "help": "Class or function that makes an environment: file.py:name or package.module.name. Several, as "
-            "NAME=file.py:name, are chosen by the column 'environment'."
-        },
+    environment_factory: list[str] | None = option(
+        None,
+        "Class or function that makes an environment: file.py:name or package.module.name. Several, as "
+        "NAME=file.py:name, are chosen by the column 'environment'.",
+        group="tools",
+        common=True,
     )
-    rollout_func: str | None = dataclasses.field(
-        default=None, metadata={"help": "Function that makes the rollouts itself: file.py:function."}
+    rollout_func: str | None = option(None, "Function that makes the rollouts itself: file.py:function.", group="tools")
+    agent: str | None = option(
+        None,
+        "Function that makes a rollout by calls to the gateway: file.py:function (docs/guides/agents.md).",
+        group="tools",
+        common=True,
     )
-    agent: str | None = dataclasses.field(
-        default=None,
-        metadata={
-            "help": "Function that makes a rollout by calls to the gateway: file.py:function (docs/guides/agents.md)."
-        },
-    )
-    agent_command: str | None = dataclasses.field(
-        default=None, metadata={"help": "Command line of such an agent; it runs once per rollout."}
-    )
+    agent_command: str | None = option(None, "Command line of such an agent; it runs once per rollout.", group="tools")
 
 
 Arguments = TypeVar("Arguments", bound=RunArguments)

@@ -1,6 +1,6 @@
-"""Writes `fields.json`: the fields of every method. The command line reads it without torch.
+"""Makes the text of `fields.json`: the fields of every method. The command line reads it without torch.
 
-`python -m lockstep.cli.fields.describe` writes the file again. `tests/cli/test_fields.py` fails if file and classes differ.
+`scripts/reference_pages.py` writes the file again. `tests/cli/test_fields.py` fails if file and classes differ.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 from transformers import HfArgumentParser
 
 from lockstep import extensions
-from lockstep.cli.fields.description import FIELDS_FILE
-from lockstep.files import replace_text
+from lockstep.training.config.options import options_of
 
 _RUN = "lockstep.cli.fields.adapter:AdaptedRunArguments"
 # The dataclasses whose fields are the fields of each command.
@@ -27,13 +26,8 @@ CLASSES = {
     **extensions.FIELDS,
 }
 _TYPES = {int: "int", float: "float", str: "text"}
-# What fields of transformers mean here, where its own help says something else.
-_HERE = {
-    "metric_for_best_model": "Metric of an evaluation by which `load_best_model_at_end` chooses. Default: reward.",
-    "save_strategy": "When checkpoints are written: no, steps, epoch, or best (after an evaluation that is the best so far).",
-    "resume_from_checkpoint": "A checkpoint from which `trainer.train()` goes on. Commands go on by themselves, and refuse it.",
-    "optim": "The optimizer. Those that step inside the backward (lomo, layerwise, schedule_free) are refused.",
-}
+# What is said of a field that the command line needs.
+_SAID = ("group", "common", "only", "no_effect", "inherited")
 
 
 def describe() -> dict[str, dict[str, Any]]:
@@ -56,20 +50,24 @@ def as_text(described: dict[str, dict[str, Any]]) -> str:
 
 def _fields_of(places: tuple[str, ...]) -> dict[str, Any]:
     classes = [getattr(import_module(where), name) for where, name in (place.split(":") for place in places)]
-    actions = HfArgumentParser(classes)._actions
+    said: dict[str, dict[str, Any]] = {}
+    for own in classes:
+        said |= options_of(own)
     # A switch that is on by default has a second action, which turns it off.
-    return {a.dest: _entry(a) for a in actions if a.dest != "help" and not isinstance(a, argparse._StoreFalseAction)}
+    actions = {a.dest: a for a in HfArgumentParser(classes)._actions if not isinstance(a, argparse._StoreFalseAction)}
+    return {name: _entry(actions[name], said[name]) for name in said if name in actions}
 
 
-def _entry(action: argparse.Action) -> dict[str, Any]:
-    said: dict[str, Any] = {"type": "choice" if action.choices else _type(action)}
+def _entry(action: argparse.Action, said: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = {"type": "choice" if action.choices else _type(action)}
     if action.choices:
-        said["choices"] = [str(choice) for choice in action.choices]
+        entry["choices"] = [str(choice) for choice in action.choices]
     if action.nargs is not None:
-        said["nargs"] = action.nargs
+        entry["nargs"] = action.nargs
     if (default := _default(action.default)) is not None:
-        said["default"] = default
-    return {**said, "help": " ".join((_HERE.get(action.dest) or action.help or "").replace("%%", "%").split())}
+        entry["default"] = default
+    entry |= {key: said[key] for key in _SAID if key in said}
+    return {**entry, "help": " ".join((said.get("help") or action.help or "").replace("%%", "%").split())}
 
 
 def _type(action: argparse.Action) -> str:
@@ -84,7 +82,3 @@ def _default(value: Any) -> str | None:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(getattr(value, "value", value))
-
-
-if __name__ == "__main__":
-    replace_text(FIELDS_FILE, as_text(describe()))

@@ -13,17 +13,10 @@ import shutil
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.cli.fields.groups import COMMON, GROUPS, OTHERS
 from lockstep.cli.fields.recipes import recipe_names
 from lockstep.errors import InputError
-from lockstep.training.config.fields.trl import (
-    INSTEAD,
-    ONE_VALUE,
-    UNSUPPORTED,
-    WITHOUT_EFFECT,
-    refuse_other_value,
-    refuse_unsupported,
-)
+from lockstep.training.config.fields.trl import INSTEAD
+from lockstep.training.config.option import GROUPS, OTHERS, refuse_other_value
 
 FIELDS_FILE = Path(__file__).with_name("fields.json")
 # Commands that take the fields of another one.
@@ -36,7 +29,11 @@ _LONGEST_CHOICES = 60
 
 
 def fields_of(command: str) -> dict[str, dict[str, Any]]:
-    """The entry of each field of a command: `type`, `help`, and if they apply `default`, `choices`, `nargs`."""
+    """The entry of each field of a command: `type`, `help`, and what else applies to it.
+
+    That is `default`, `choices`, `nargs`; `group`, `common`, `only`, `no_effect` as in `training/config/option.py`; and
+    `inherited` for fields of transformers.
+    """
     described = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
     return {**described["shared"], **described[_SAME.get(command, command)]}
 
@@ -60,12 +57,9 @@ def check_words(words: list[str], fields: dict[str, dict[str, Any]]) -> dict[str
     for name, field in fields.items():
         _add(parser, name, field, "")
     given = vars(parser.parse_args(words))
-    for name in given.keys() & ONE_VALUE.keys():
-        # Here a mapping is still text; the dataclass parses it later.
-        if not str(given[name]).startswith("{"):
-            refuse_other_value(name, given[name])
-    for name in given.keys() & UNSUPPORTED.keys():
-        refuse_unsupported(name, given[name])
+    for name, value in given.items():
+        if "only" in fields[name]:
+            refuse_other_value(name, value, fields[name]["only"])
     return given
 
 
@@ -104,19 +98,25 @@ def help_text(command: str, about: str, words: list[str]) -> str:
     general.add_argument("--config", metavar="FILE", help="YAML file of fields; the command line wins.")
     general.add_argument("--recipe", metavar="NAME", help=f"Read the config of a recipe ({', '.join(recipe_names())}).")
     general.add_argument("--dry_run", action="store_true", help="Print every field with its value, and stop.")
-    fields, refused = fields_of(command), {*ONE_VALUE, *UNSUPPORTED, *WITHOUT_EFFECT}
-    for title, names in _grouped(fields).items():
-        shown = [name for name in names if name not in refused and (whole or name in COMMON)]
+    fields = fields_of(command)
+    for title, names in grouped(fields).items():
+        shown = [name for name in names if whole or "common" in fields[name]]
         group = parser.add_argument_group(title)
         for name in shown:
             _add(group, name, fields[name], _line(fields[name], whole=whole), negation=False)
     return parser.format_help()
 
 
-def _grouped(fields: dict[str, Any]) -> dict[str, list[str]]:
-    named = {name for names in GROUPS.values() for name in names}
-    groups = {title: [name for name in names if name in fields] for title, names in GROUPS.items()}
-    return {**groups, OTHERS: [name for name in fields if name not in named]}
+def is_shown(field: dict[str, Any]) -> bool:
+    """Whether help and reference show a field: it has more than one value."""
+    return not field.keys() & {"only", "no_effect"}
+
+
+def grouped(fields: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """The names of the fields that are shown, under each heading: common fields first, fields of transformers last."""
+    names = sorted(fields, key=lambda name: ("common" not in fields[name], "inherited" in fields[name]))
+    shown = [name for name in names if is_shown(fields[name])]
+    return {title: [n for n in shown if fields[n].get("group", OTHERS) == title] for title in (*GROUPS, OTHERS)}
 
 
 def _line(field: dict[str, Any], *, whole: bool) -> str:

@@ -9,7 +9,8 @@ from lockstep.models.resolve import resolve_model
 from lockstep.tasks.data_files import data_files
 from lockstep.tasks.functions import place_of
 from lockstep.tasks.rewards import names_model, reward_place
-from lockstep.training.config.checks import COUNT, SEED, Bounds, check_bounds
+from lockstep.training.config.checks import check_bounds
+from lockstep.training.config.options import with_key
 
 
 def check_inputs(arguments: AdaptedRunArguments) -> None:
@@ -69,8 +70,7 @@ def check_sizes(arguments: AdaptedRunArguments) -> None:
     Raises:
         InputError: a number is out of its bounds.
     """
-    check_bounds(arguments, {"train_size": Bounds(0), "eval_size": Bounds(0), "dataset_seed": SEED})
-    check_bounds(arguments, {"lora_r": COUNT, "lora_alpha": COUNT, "lora_dropout": Bounds(0, 1)})
+    check_bounds(arguments, with_key(type(arguments), "bounds"))
 
 
 def check_model(name: str) -> None:

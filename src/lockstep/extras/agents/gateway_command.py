@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ from lockstep.errors import InputError
 from lockstep.files import replace_text
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.say import say
+from lockstep.training.config.option import option
 
 
 @dataclass
 class GatewayArguments(AdaptedRunArguments):
     """The arguments of `lockstep gateway`."""
 
-    rollouts_file: str = field(
-        default="rollouts.jsonl", metadata={"help": "File to write the rollouts to, one JSON object per line."}
+    rollouts_file: str = option(
+        "rollouts.jsonl", "File to write the rollouts to, one JSON object per line.", group="tools", common=True
     )
 
 

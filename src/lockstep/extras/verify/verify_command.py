@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from lockstep.errors import InputError, ProofError
 from lockstep.extras.verify.sizes import SIZES
 from lockstep.report.busy import busy, watched_by
 from lockstep.report.say import complain, say
+from lockstep.training.config.option import option
 
 if TYPE_CHECKING:
     # It needs torch.
@@ -28,22 +29,24 @@ if TYPE_CHECKING:
 class VerifyArguments(AdaptedRunArguments):
     """The arguments of `lockstep verify`."""
 
-    model: str | None = field(default=None, metadata={"help": "Name, directory or hub id; as model_name_or_path."})
-    engine: str | None = field(
-        default=None, metadata={"help": "vllm, transformers, or server. Default: as training would choose."}
+    model: str | None = option(None, "Name, directory or hub id; as model_name_or_path.", group="verify", common=True)
+    engine: str | None = option(
+        None, "vllm, transformers, or server. Default: as training would choose.", group="verify", common=True
     )
-    dtype: str | None = field(
-        default=None, metadata={"help": "float32 or bfloat16 on both sides. Default: as training would choose."}
+    dtype: str | None = option(
+        None, "float32 or bfloat16 on both sides. Default: as training would choose.", group="verify", common=True
     )
-    json: str | None = field(default=None, metadata={"help": "File to write the table to, with every layer's figure."})
-    self_test: bool = field(
-        default=False, metadata={"help": "Inject the known faults and show which proof catches each."}
+    json: str | None = option(
+        None, "File to write the table to, with every layer's figure.", group="verify", common=True
     )
-    receipt: str | None = field(default=None, metadata={"help": "Re-check the chain of a receipt file, and stop."})
-    explain: str | None = field(
-        default=None, metadata={"help": "Read a run directory's receipt and say where its gap comes from."}
+    self_test: bool = option(
+        False, "Inject the known faults and show which proof catches each.", group="verify", common=True
     )
-    plain_prompts: bool = field(default=False, metadata={"help": "Verify with text instead of chat messages."})
+    receipt: str | None = option(None, "Re-check the chain of a receipt file, and stop.", group="verify", common=True)
+    explain: str | None = option(
+        None, "Read a run directory's receipt and say where its gap comes from.", group="verify", common=True
+    )
+    plain_prompts: bool = option(False, "Verify with text instead of chat messages.", group="verify", common=True)
 
 
 def run(words: list[str]) -> int:

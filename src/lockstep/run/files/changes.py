@@ -56,7 +56,7 @@ class Changes:
         if field == "reward_weights":
             before, made = self._used_weights, self._reweigh(value)
         else:
-            made = _number(field, value)
+            made = _number(type(self._objective.config), field, value)
             before = self._entropy_coef(made) if field == "entropy_coef" else self._set(field, made)
         if made != before:
             self.made[field] = made
@@ -116,8 +116,8 @@ class Changes:
         return weights
 
 
-def _number(field: str, value: Any) -> float:
+def _number(kind: type, field: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(f"{field}={value!r:.80}; it must be a number")
-    check_number(field, value)
+    check_number(kind, field, value)
     return float(value)

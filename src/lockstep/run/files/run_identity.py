@@ -19,61 +19,32 @@ from lockstep.rollouts.group import Prompt
 from lockstep.secret import is_secret_name, without_secrets
 from lockstep.training.config.contradictions import BY_METRIC
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.config.options import INHERITED, with_key
 from lockstep.watch.code_digest import code_digest
 from lockstep.watch.inputs import data_digest
 from lockstep.watch.model_inputs import config_meaning, model_meaning, tokenizer_meaning
 from lockstep.watch.surroundings import surroundings
 
-# Fields that do not decide what the run learns, by reason. All other fields are part of the run's identity.
-_BOOKKEEPING: dict[str, set[str]] = {
-    "where the run writes, and what it is called": {
-        "output_dir", "logging_dir", "run_name", "project", "report_to", "trackio_space_id", "trackio_bucket_id",
-        "trackio_static_space_id", "resume_from_checkpoint",
-    },
-    "when it logs, saves and evaluates, and what it prints": {
-        "logging_strategy", "logging_steps", "logging_first_step", "save_strategy", "save_steps", "save_total_limit",
-        # `eval_strategy` decides `do_eval`.
-        "eval_strategy", "do_eval", "eval_steps", "eval_delay", "eval_on_start", "disable_tqdm", "log_level", "log_level_replica",
-        "log_on_each_node", "log_completions", "num_completions_to_print", "log_unique_prompts", "skip_memory_metrics",
-        "rollouts_size_limit",
-        "save_only_model", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
-        "include_num_input_tokens_seen",
-    },
-    "whether and how it goes to the hub": {
-        "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision",
-    },
-    # These fields split the same sums into other parts. The results differ only by rounding, as between two machines.
-    "how much memory it takes": {
-        "token_budget", "logits_chunk_size", "gradient_checkpointing", "gradient_checkpointing_kwargs",
-        "vllm_gpu_memory_utilization", "vllm_max_num_seqs", "per_device_eval_batch_size", "torch_empty_cache_steps",
-        "fsdp", "fsdp_config", "deepspeed", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
-    },
-    # The receipt notes the device at every start, and a resumed run says that it is another one (`watch/surroundings.py`).
-    "on which device it trains": {"use_cpu", "dataloader_pin_memory"},
-    "when it gives up": {"max_unscored_generations"},
-    "how long it waits": {"vllm_server_timeout", "reward_timeout", "ddp_timeout", "tool_timeout", "agent_timeout"},
-    "where servers are, and how weights reach them": {
-        "vllm_server_base_url", "vllm_server_url_file", "vllm_server_host", "vllm_server_port", "vllm_server_key_file",
-        "vllm_weight_transport", "vllm_weight_deltas", "vllm_group_host", "vllm_group_port", "gateway_host", "gateway_port",
-    },
-    "in which threads tools run": {"tool_threads"},
-    "what is tried before it starts": {"rehearse_rewards"},
-    "what is only compared": {"recheck_rewards"},
-    "whether it may go on with other inputs": {"resume_with_changes"},
-    "an object that is not comparable": {"accelerator_config"},
-}  # fmt: skip
 # What the receipt calls the weights under an adapter.
 BASE = "weights of the base model"
-IGNORED = frozenset().union(*_BOOKKEEPING.values())
 # Sizes that users of other libraries change when memory is short.
 _SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
 # A run may become longer. Its steps so far equal those of the longer run, unless the learning rate depends on the length.
 _MAY_GROW = ("max_steps", "num_train_epochs")
 
 
+def bookkeeping(kind: type = OnlineConfig) -> set[str]:
+    """The fields of a config, and of the configs that extend it, that do not decide what a run learns.
+
+    All other fields are part of the run's identity.
+    """
+    own = {*with_key(kind, "bookkeeping"), *(name for name, said in INHERITED.items() if "bookkeeping" in said)}
+    return own.union(*map(bookkeeping, kind.__subclasses__()))
+
+
 def is_bookkeeping(name: str) -> bool:
     """Whether a field may change when a run continues. This includes fields that hold a secret: they are never stored."""
-    return name in IGNORED or is_secret_name(name)
+    return name in bookkeeping() or is_secret_name(name)
 
 
 def curve_settings(config: OnlineConfig) -> dict[str, Any]:

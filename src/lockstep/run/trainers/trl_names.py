@@ -314,7 +314,7 @@ class TRLNames(Trainer):
     def _set_log(self, field: str, value: Any) -> None:
         """Change what is printed from the next log on."""
         if value is not None:
-            check_number(field, value)
+            check_number(type(self.config), field, value)
         setattr(self.config, field, value)
 
     @property

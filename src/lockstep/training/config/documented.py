@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from transformers import TrainingArguments
 
-from lockstep.training.config.fields.trl import ONE_VALUE, WITHOUT_EFFECT
+from lockstep.training.config.options import with_key
 
 Config = TypeVar("Config")
 _WIDTH = 110
@@ -19,7 +19,8 @@ _WIDTH = 110
 
 def documented(config: type[Config]) -> type[Config]:
     """Class decorator: add a section `Args`, without fields of `transformers.TrainingArguments` and without refused ones."""
-    aside = {f.name for f in dataclasses.fields(TrainingArguments)} | ONE_VALUE.keys() | WITHOUT_EFFECT.keys()
+    aside = {f.name for f in dataclasses.fields(TrainingArguments)}
+    aside |= with_key(config, "only").keys() | with_key(config, "no_effect").keys()
     own = [f for f in dataclasses.fields(config) if f.init and f.name not in aside]  # type: ignore[arg-type]
     lines = [_line(field) for field in own]
     about = (config.__doc__ or "").rstrip()

@@ -5,11 +5,11 @@ They extend `training/config/online_config.py`. The configs of GRPO, RLOO, REINF
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lockstep.errors import InputError
-from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.config.option import COUNT, SHARE, Bounds, option
 
 
 @dataclass
@@ -23,32 +23,46 @@ class GroupConfig(OnlineConfig):
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    num_generations: int = field(default=8, metadata=doc("Completions per prompt (the size of a group)."))
-    num_generations_eval: int | None = field(
-        default=None, metadata=doc("Completions per prompt in evaluation; default: num_generations.")
+    num_generations: int = option(8, "Completions per prompt (the size of a group).", group="method", common=True)
+    num_generations_eval: int | None = option(
+        None, "Completions per prompt in evaluation; default: num_generations.", group="sampling", bounds=COUNT
     )
-    max_completion_length: int = field(default=512, metadata=doc("Largest number of tokens of a completion."))
-    generation_batch_size: int | None = field(default=None, metadata=doc("Completions per generation, over all ranks."))
-    steps_per_generation: int | None = field(
-        default=None, metadata=doc("Micro-batches per generation; default: gradient_accumulation_steps.")
+    max_completion_length: int = option(
+        512, "Largest number of tokens of a completion.", group="sampling", common=True, bounds=COUNT
     )
-    num_iterations: int = field(default=1, metadata=doc("Passes over each generation (μ in the GRPO paper)."))
-    epsilon: float = field(default=0.2, metadata=doc("Lower clip of the ratio: 1 − epsilon."))
-    epsilon_high: float | None = field(default=None, metadata=doc("Upper clip: 1 + epsilon_high; default: epsilon."))
-    beta: float = field(default=0.0, metadata=doc("Weight of the KL to the reference model; 0: no reference model."))
-    mask_truncated_completions: bool = field(
-        default=False,
-        metadata=doc("Leave completions cut at the length limit out of the loss (not out of the proof)."),
+    generation_batch_size: int | None = option(
+        None, "Completions per generation, over all ranks.", group="method", bounds=COUNT
     )
-    no_positive_resampling: float | None = field(
-        default=None,
-        metadata=doc(
-            "Mean reward of a group from which its prompt is left out of later passes over the data; unset: none is left out."
-        ),
+    steps_per_generation: int | None = option(
+        None, "Micro-batches per generation; default: gradient_accumulation_steps.", group="method", bounds=COUNT
     )
-    sync_ref_model: bool = field(default=False, metadata=doc("Let the reference model follow the policy (TR-DPO)."))
-    ref_model_mixup_alpha: float = field(default=0.6, metadata=doc("Share of the policy in the reference at a sync."))
-    ref_model_sync_steps: int = field(default=512, metadata=doc("Optimizer steps between two syncs."))
+    num_iterations: int = option(1, "Passes over each generation (μ in the GRPO paper).", group="method", bounds=COUNT)
+    epsilon: float = option(
+        0.2, "Lower clip of the ratio: 1 − epsilon.", group="method", bounds=Bounds(0, infinite=True)
+    )
+    epsilon_high: float | None = option(
+        None, "Upper clip: 1 + epsilon_high; default: epsilon.", group="method", bounds=Bounds(0, infinite=True)
+    )
+    beta: float = option(
+        0.0,
+        "Weight of the KL to the reference model; 0: no reference model.",
+        group="method",
+        common=True,
+        bounds=Bounds(0),
+    )
+    mask_truncated_completions: bool = option(
+        False, "Leave completions cut at the length limit out of the loss (not out of the proof).", group="method"
+    )
+    no_positive_resampling: float | None = option(
+        None,
+        "Mean reward of a group from which its prompt is left out of later passes over the data; unset: none is left out.",
+        group="method",
+    )
+    sync_ref_model: bool = option(False, "Let the reference model follow the policy (TR-DPO).", group="method")
+    ref_model_mixup_alpha: float = option(
+        0.6, "Share of the policy in the reference at a sync.", group="method", bounds=SHARE
+    )
+    ref_model_sync_steps: int = option(512, "Optimizer steps between two syncs.", group="method", bounds=COUNT)
 
     @property
     def group_size(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
@@ -49,8 +49,10 @@ from lockstep.training.config.fields.interruptions import InterruptionFields
 from lockstep.training.config.fields.logs import LogFields
 from lockstep.training.config.fields.servers import ServerFields
 from lockstep.training.config.fields.tools import ToolFields
-from lockstep.training.config.fields.trl import UNSUPPORTED, OneValueFields, doc, refuse_unsupported
+from lockstep.training.config.fields.trl import OneValueFields
 from lockstep.training.config.launcher import meeting_ranks, take_launcher
+from lockstep.training.config.option import CONTEXT, COUNT, SECONDS, SHARE, Bookkeeping, Bounds, option
+from lockstep.training.config.options import with_key
 from lockstep.training.config.precision import has_fast_bf16
 
 _logger = logging.getLogger(__name__)
@@ -75,150 +77,157 @@ class OnlineConfig(
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    learning_rate: float = field(default=1e-6, metadata=doc("Initial learning rate of AdamW."))
-    logging_steps: float = field(default=10, metadata=doc("Optimizer steps between two logs."))
-    logging_nan_inf_filter: bool = field(default=False, metadata=doc("Hide NaN losses; off, so that you see them."))
-    bf16: bool | None = field(
-        default=None, metadata=doc("bf16 autocast over fp32 weights. Default: true if this machine computes bf16 fast.")
+    learning_rate: float = option(
+        1e-6, "Initial learning rate of AdamW.", group="method", common=True, bounds=Bounds(0, 1000, usual=(0, 1))
     )
-    liger_kernel_config: dict[str, bool] | str | None = field(
-        default=None, metadata=doc("With use_liger_kernel: kernels by Liger's names, on or off.")
+    bf16: bool | None = option(
+        None,
+        "bf16 autocast over fp32 weights. Default: true if this machine computes bf16 fast.",
+        group="model",
+        common=True,
     )
-    remove_unused_columns: bool | None = field(default=False, metadata=doc("Must stay false: rewards get all columns."))
-    dataloader_drop_last: bool = field(default=True, metadata=doc("Must stay true: a generation is always whole."))
-
-    model_init_kwargs: dict | str | None = field(
-        default=None, metadata=doc("Arguments of `from_pretrained`, if the model is given by name.")
-    )
-    chat_template_kwargs: dict | str | None = field(default=None, metadata=doc("Arguments of the chat template."))
-    add_special_tokens: bool = field(
-        default=True,
-        metadata=doc(
-            "Add the tokenizer's special tokens (such as a begin token) to prompts that are text, as TRL does. Off: a text is "
-            "all of its prompt."
-        ),
-    )
-    shuffle_dataset: bool = field(default=True, metadata=doc("Shuffle the training prompts every epoch."))
-
-    temperature: float = field(default=1.0, metadata=doc("Sampling temperature; the trainer scores the same."))
-    stop_strings: list[str] | None = field(
-        default=None, metadata=doc("Strings that end a completion. Special tokens may be among them.")
+    liger_kernel_config: dict[str, bool] | str | None = option(
+        None, "With use_liger_kernel: kernels by Liger's names, on or off.", group="model"
     )
 
-    reward_weights: list[float] | None = field(
-        default=None, metadata=doc("One weight per reward function; default: 1 each.")
+    model_init_kwargs: dict | str | None = option(
+        None, "Arguments of `from_pretrained`, if the model is given by name.", group="model", mapping=True
     )
-    reward_timeout: float = field(
-        default=600.0, metadata=doc("Seconds that reward functions may take for a generation.")
+    chat_template_kwargs: dict | str | None = option(
+        None, "Arguments of the chat template.", group="model", mapping=True
     )
-    max_unscored_generations: int = field(
-        default=10,
-        metadata=doc("Generations in a row without a single score that end the run. Fewer of them raise an alarm."),
+    add_special_tokens: bool = option(
+        True,
+        "Add the tokenizer's special tokens (such as a begin token) to prompts that are text, as TRL does. Off: a text is "
+        "all of its prompt.",
+        group="data",
     )
-    resume_with_changes: bool = field(
-        default=False,
-        metadata=doc(
-            "Resume although the data, a reward function or a setting has changed since. The receipt says what has changed."
-        ),
-    )
-    rehearse_rewards: bool = field(
-        default=True,
-        metadata=doc(
-            "Call reward functions and judges once on made-up completions before a model is loaded, to report errors early."
-        ),
-    )
-    recheck_rewards: bool = field(
-        default=True,
-        metadata=doc(
-            "Ask plain reward functions again about one drawn group per generation, to prove the scores. Set it to false for "
-            "functions with side effects, or that depend on time or on earlier calls."
-        ),
-    )
-    vllm_importance_sampling_correction: bool = field(
-        default=True, metadata=doc("Weight tokens by the measured trainer / engine ratio, after the gap has passed.")
-    )
-    vllm_importance_sampling_mode: CorrectionMode = field(
-        default="token_truncate",
-        metadata=doc("How such a weight is bounded; see lockstep.algorithms.corrections."),
-    )
-    vllm_importance_sampling_clip_max: float | None = field(default=3.0, metadata=doc("Upper bound of such a weight."))
-    vllm_importance_sampling_clip_min: float | None = field(default=None, metadata=doc("Lower bound of such a weight."))
+    shuffle_dataset: bool = option(True, "Shuffle the training prompts every epoch.", group="data")
 
-    use_vllm: bool | None = field(
-        default=None, metadata=doc("vLLM (true) or transformers (false) generates. Default: vLLM if it is installed.")
+    reward_weights: list[float] | None = option(
+        None, "One weight per reward function; default: 1 each.", group="reward"
     )
-    vllm_gpu_memory_utilization: float = field(default=0.3, metadata=doc("Share of a GPU's memory for vLLM."))
-    vllm_max_model_length: int | None = field(
-        default=None, metadata=doc("Engine context. Default: the longest prompt plus max_completion_length.")
+    reward_timeout: float = option(
+        600.0,
+        "Seconds that reward functions may take for a generation.",
+        group="reward",
+        bounds=SECONDS,
+        bookkeeping=Bookkeeping.WAITING,
     )
-    vllm_max_num_seqs: int | None = field(
-        default=None,
-        metadata=doc(
-            "Largest number of sequences that are decoded together. Default: 256 in vLLM on a GPU; 64 on a CPU, and in the "
-            "transformers engine."
-        ),
+    max_unscored_generations: int = option(
+        10,
+        "Generations in a row without a single score that end the run. Fewer of them raise an alarm.",
+        group="reward",
+        bounds=COUNT,
+        bookkeeping=Bookkeeping.PATIENCE,
     )
-    max_staleness: int = field(
-        default=0,
-        metadata=doc(
-            "How many optimizer steps tokens may be older than the policy that first learns from them. Above 0, generations are "
-            "sampled ahead: by a server while the trainer learns, by an engine in this process before it learns. 0: generation and "
-            "training take turns."
-        ),
+    resume_with_changes: bool = option(
+        False,
+        "Resume although the data, a reward function or a setting has changed since. The receipt says what has changed.",
+        group="saving",
+        bookkeeping=Bookkeeping.RESUMING,
     )
-    vllm_model_impl: str = field(
-        default="vllm",
-        metadata=doc(
-            "The model's implementation in vLLM: vllm (or auto), which takes transformers' where vLLM has none, or transformers."
-        ),
+    rehearse_rewards: bool = option(
+        True,
+        "Call reward functions and judges once on made-up completions before a model is loaded, to report errors early.",
+        group="reward",
+        bookkeeping=Bookkeeping.REHEARSAL,
     )
-    vllm_engine_kwargs: dict | str | None = field(default=None, metadata=doc("Further arguments of vllm.LLM."))
-    vllm_enable_lora: bool = field(
-        default=False,
-        metadata=doc(
-            "Send a LoRA adapter alone, to vLLM's own LoRA, instead of merged weights: less is sent, and sampling is slower. A "
-            "server needs --enable_lora."
-        ),
+    recheck_rewards: bool = option(
+        True,
+        "Ask plain reward functions again about one drawn group per generation, to prove the scores. Set it to false for "
+        "functions with side effects, or that depend on time or on earlier calls.",
+        group="reward",
+        bookkeeping=Bookkeeping.COMPARISON,
     )
-    vllm_quantization: str | None = field(
-        default=None,
-        metadata=doc(
-            "Sample with the weights in 8 bits, by vLLM's name of the scheme: fp8_per_channel. The trainer keeps its own weights, "
-            "and importance weights correct for the difference. A server needs --quantization."
-        ),
+    vllm_importance_sampling_correction: bool = option(
+        True, "Weight tokens by the measured trainer / engine ratio, after the gap has passed.", group="proofs"
     )
-    engine_dtype: Literal["auto", "float32", "bfloat16"] = field(
-        default="auto", metadata=doc("Dtype of the engine. Default: bfloat16 with bf16, else float32.")
+    vllm_importance_sampling_mode: CorrectionMode = option(
+        "token_truncate", "How such a weight is bounded; see lockstep.algorithms.corrections.", group="proofs"
+    )
+    vllm_importance_sampling_clip_max: float | None = option(
+        3.0, "Upper bound of such a weight.", group="proofs", bounds=Bounds(0, above=True, infinite=True)
+    )
+    vllm_importance_sampling_clip_min: float | None = option(
+        None, "Lower bound of such a weight.", group="proofs", bounds=Bounds(0)
     )
 
-    cast_lm_head_to_fp32: bool = field(
-        default=False, metadata=doc("Compute the output head in float32 on both sides, while the rest is bfloat16.")
+    use_vllm: bool | None = option(
+        None,
+        "vLLM (true) or transformers (false) generates. Default: vLLM if it is installed.",
+        group="engine",
+        common=True,
     )
-    router_aux_loss_coef: float | None = field(
-        default=None,
-        metadata=doc(
-            "Weight of the auxiliary loss that keeps the routers of a mixture of experts balanced. Default: the model's own "
-            "(router_aux_loss_coef in its config). 0: none."
-        ),
+    vllm_gpu_memory_utilization: float = option(
+        0.3, "Share of a GPU's memory for vLLM.", group="engine", bounds=SHARE, bookkeeping=Bookkeeping.MEMORY
     )
-    token_budget: int | None = field(
-        default=None,
-        metadata=doc(
-            "Largest number of positions per forward: tokens after sharing, padding included. Memory grows with it. "
-            "Default: 4096 on a GPU. On a CPU 2048, or up to 5120 where all completions of a prompt then fit together."
-        ),
+    vllm_max_model_length: int | None = option(
+        None, "Engine context. Default: the longest prompt plus max_completion_length.", group="engine", bounds=CONTEXT
     )
-    logits_chunk_size: int = field(default=512, metadata=doc("Rows of logits in memory at a time."))
+    vllm_max_num_seqs: int | None = option(
+        None,
+        "Largest number of sequences that are decoded together. Default: 256 in vLLM on a GPU; 64 on a CPU, and in the "
+        "transformers engine.",
+        group="engine",
+        common=True,
+        bounds=COUNT,
+        bookkeeping=Bookkeeping.MEMORY,
+    )
+    max_staleness: int = option(
+        0,
+        "How many optimizer steps tokens may be older than the policy that first learns from them. Above 0, generations are "
+        "sampled ahead: by a server while the trainer learns, by an engine in this process before it learns. 0: generation and "
+        "training take turns.",
+        group="server",
+    )
+    vllm_model_impl: str = option(
+        "vllm",
+        "The model's implementation in vLLM: vllm (or auto), which takes transformers' where vLLM has none, or transformers.",
+        group="engine",
+    )
+    vllm_engine_kwargs: dict | str | None = option(None, "Further arguments of vllm.LLM.", group="engine", mapping=True)
+    vllm_enable_lora: bool = option(
+        False,
+        "Send a LoRA adapter alone, to vLLM's own LoRA, instead of merged weights: less is sent, and sampling is slower. A "
+        "server needs --enable_lora.",
+        group="engine",
+    )
+    vllm_quantization: str | None = option(
+        None,
+        "Sample with the weights in 8 bits, by vLLM's name of the scheme: fp8_per_channel. The trainer keeps its own weights, "
+        "and importance weights correct for the difference. A server needs --quantization.",
+        group="engine",
+    )
+    engine_dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "auto", "Dtype of the engine. Default: bfloat16 with bf16, else float32.", group="engine"
+    )
 
-    _VALID_DICT_FIELDS = [  # noqa: RUF012 - read as a class attribute by TrainingArguments
-        *TrainingArguments._VALID_DICT_FIELDS,
-        "model_init_kwargs",
-        "chat_template_kwargs",
-        "vllm_engine_kwargs",
-        "generation_kwargs",
-        "logit_bias",
-        "limit_mm_per_prompt",
-    ]
+    cast_lm_head_to_fp32: bool = option(
+        False, "Compute the output head in float32 on both sides, while the rest is bfloat16.", group="model"
+    )
+    router_aux_loss_coef: float | None = option(
+        None,
+        "Weight of the auxiliary loss that keeps the routers of a mixture of experts balanced. Default: the model's own "
+        "(router_aux_loss_coef in its config). 0: none.",
+        group="method",
+        bounds=Bounds(0),
+    )
+    token_budget: int | None = option(
+        None,
+        "Largest number of positions per forward: tokens after sharing, padding included. Memory grows with it. "
+        "Default: 4096 on a GPU. On a CPU 2048, or up to 5120 where all completions of a prompt then fit together.",
+        group="model",
+        bounds=COUNT,
+        bookkeeping=Bookkeeping.MEMORY,
+    )
+    logits_chunk_size: int = option(
+        512, "Rows of logits in memory at a time.", group="model", bounds=COUNT, bookkeeping=Bookkeeping.MEMORY
+    )
+
+    @property
+    def _VALID_DICT_FIELDS(self) -> list[str]:
+        return [*TrainingArguments._VALID_DICT_FIELDS, *with_key(type(self), "mapping")]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -416,8 +425,6 @@ class OnlineConfig(
         return torch.float32 if self.cast_lm_head_to_fp32 else self.engine_torch_dtype
 
     def _refuse_unsupported(self) -> None:
-        for name in UNSUPPORTED:
-            refuse_unsupported(name, getattr(self, name))
         if self.world_size > 1 and self.saves_best:
             raise InputError("save_strategy=best is not supported with several processes; use steps, epoch or no")
         for name, value in {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lockstep.algorithms.advantages import ScaleRewards
@@ -11,8 +11,8 @@ from lockstep.algorithms.policy_loss import ImportanceLevel, LossType
 from lockstep.errors import InputError
 from lockstep.terminal_log import TRL_LOGGER
 from lockstep.training.config.documented import documented
-from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.group_config import GroupConfig
+from lockstep.training.config.option import SHARE, Bounds, option
 
 _logger = logging.getLogger(__name__)
 
@@ -26,51 +26,67 @@ class GRPOConfig(GroupConfig):
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    loss_type: LossType = field(
-        default="dapo", metadata=doc("The loss of a token, and how tokens are averaged; see docs/reference/methods.md.")
+    loss_type: LossType = option(
+        "dapo",
+        "The loss of a token, and how tokens are averaged; see docs/reference/methods.md.",
+        group="method",
+        common=True,
     )
-    importance_sampling_level: ImportanceLevel = field(
-        default="token", metadata=doc("One ratio per token, or one per completion (GSPO).")
+    importance_sampling_level: ImportanceLevel = option(
+        "token", "One ratio per token, or one per completion (GSPO).", group="method"
     )
-    delta: float | None = field(
-        default=None, metadata=doc("Bound of the unclipped ratio (dual clipping); sensibly above 1 + epsilon.")
+    delta: float | None = option(
+        None,
+        "Bound of the unclipped ratio (dual clipping); sensibly above 1 + epsilon.",
+        group="method",
+        bounds=Bounds(0, above=True, infinite=True),
     )
-    sapo_temperature_pos: float = field(default=1.0, metadata=doc("SAPO's temperature for positive advantages."))
-    sapo_temperature_neg: float = field(default=1.05, metadata=doc("SAPO's temperature for negative advantages."))
-    vespo_k_pos: float = field(default=2.0, metadata=doc("VESPO's exponent for positive advantages."))
-    vespo_lambda_pos: float = field(default=3.0, metadata=doc("VESPO's decay for positive advantages."))
-    vespo_k_neg: float = field(default=3.0, metadata=doc("VESPO's exponent for negative advantages."))
-    vespo_lambda_neg: float = field(default=2.0, metadata=doc("VESPO's decay for negative advantages."))
-    use_bias_correction_kl: bool = field(
-        default=True, metadata=doc("Weight the KL term by the importance ratio, which makes its gradient unbiased.")
+    sapo_temperature_pos: float = option(
+        1.0, "SAPO's temperature for positive advantages.", group="method", bounds=Bounds(0, above=True)
     )
-    scale_rewards: str = field(default="group", metadata=doc("`group`, `batch`, `advantages` (ScaleRL's) or `none`."))
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = field(
-        default="sum_then_normalize", metadata=doc("Sum the rewards, or normalise each by itself first (GDPO).")
+    sapo_temperature_neg: float = option(
+        1.05, "SAPO's temperature for negative advantages.", group="method", bounds=Bounds(0, above=True)
     )
-    average_by_prompt: bool = field(
-        default=False,
-        metadata=doc("Average over each prompt's tokens, then over prompts, instead of as loss_type does (ScaleRL)."),
+    vespo_k_pos: float = option(2.0, "VESPO's exponent for positive advantages.", group="method")
+    vespo_lambda_pos: float = option(3.0, "VESPO's decay for positive advantages.", group="method")
+    vespo_k_neg: float = option(3.0, "VESPO's exponent for negative advantages.", group="method")
+    vespo_lambda_neg: float = option(2.0, "VESPO's decay for negative advantages.", group="method")
+    use_bias_correction_kl: bool = option(
+        True, "Weight the KL term by the importance ratio, which makes its gradient unbiased.", group="method"
     )
-    filter_zero_variance: bool = field(
-        default=False,
-        metadata=doc("Leave groups with equal rewards out of the step, including its averages and standard deviation."),
+    scale_rewards: str = option("group", "`group`, `batch`, `advantages` (ScaleRL's) or `none`.", group="method")
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = option(
+        "sum_then_normalize", "Sum the rewards, or normalise each by itself first (GDPO).", group="method"
     )
-    top_entropy_quantile: float = field(
-        default=1.0,
-        metadata=doc("Share of a step's tokens, those with the highest entropy, that the policy term learns from."),
+    average_by_prompt: bool = option(
+        False,
+        "Average over each prompt's tokens, then over prompts, instead of as loss_type does (ScaleRL).",
+        group="method",
     )
-    entropy_coef: float = field(default=0.0, metadata=doc("Weight of the entropy bonus."))
-    use_adaptive_entropy: bool = field(
-        default=False, metadata=doc("Raise entropy_coef while entropy is at or below entropy_target, else lower it.")
+    filter_zero_variance: bool = option(
+        False,
+        "Leave groups with equal rewards out of the step, including its averages and standard deviation.",
+        group="method",
     )
-    entropy_coef_min: float = field(default=0.0, metadata=doc("Smallest coefficient of the adaptive bonus."))
-    entropy_coef_max: float = field(default=1.0, metadata=doc("Largest coefficient of the adaptive bonus."))
-    entropy_coef_delta: float = field(default=0.005, metadata=doc("Change of the adaptive coefficient per step."))
-    entropy_target: float = field(default=0.2, metadata=doc("Target entropy of the adaptive bonus, in nats per token."))
-    off_policy_mask_threshold: float | None = field(
-        default=None,
-        metadata=doc("Drop completions with a negative advantage whose mean log-prob has fallen by more than this."),
+    top_entropy_quantile: float = option(
+        1.0,
+        "Share of a step's tokens, those with the highest entropy, that the policy term learns from.",
+        group="method",
+        bounds=SHARE,
+    )
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.", group="method")
+    use_adaptive_entropy: bool = option(
+        False, "Raise entropy_coef while entropy is at or below entropy_target, else lower it.", group="method"
+    )
+    entropy_coef_min: float = option(0.0, "Smallest coefficient of the adaptive bonus.", group="method")
+    entropy_coef_max: float = option(1.0, "Largest coefficient of the adaptive bonus.", group="method")
+    entropy_coef_delta: float = option(0.005, "Change of the adaptive coefficient per step.", group="method")
+    entropy_target: float = option(0.2, "Target entropy of the adaptive bonus, in nats per token.", group="method")
+    off_policy_mask_threshold: float | None = option(
+        None,
+        "Drop completions with a negative advantage whose mean log-prob has fallen by more than this.",
+        group="method",
+        bounds=Bounds(infinite=True),
     )
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ missing, no completion is preferred. The pair then has no gradient, but the mean
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -19,8 +19,8 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import filled
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.documented import documented
-from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.online_config import OnlineConfig
+from lockstep.training.config.option import Bounds, option
 from lockstep.training.methods.objective import Objective, Tally, TokenBatch
 
 
@@ -33,22 +33,27 @@ class OnlineDPOConfig(OnlineConfig):
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    learning_rate: float = field(default=5e-7, metadata=doc("Initial learning rate of AdamW."))
-    temperature: float = field(default=0.9, metadata=doc("Sampling temperature; the trainer scores the same."))
-    reward_model_path: str | None = field(default=None, metadata=doc("Reward model, if no reward_funcs are given."))
-    max_new_tokens: int = field(default=64, metadata=doc("Largest number of tokens of a completion."))
-    max_length: int = field(
-        default=512, metadata=doc("Largest number of tokens of prompt and completion; longer prompts are refused.")
+    learning_rate: float = option(5e-7, "Initial learning rate of AdamW.")
+    temperature: float = option(0.9, "Sampling temperature; the trainer scores the same.")
+    reward_model_path: str | None = option(
+        None, "Reward model, if no reward_funcs are given.", group="reward", common=True
     )
-    missing_eos_penalty: float | None = field(
-        default=None, metadata=doc("Subtracted from the reward of a completion that was cut at the length limit.")
+    max_new_tokens: int = option(64, "Largest number of tokens of a completion.", group="sampling", common=True)
+    max_length: int = option(
+        512, "Largest number of tokens of prompt and completion; longer prompts are refused.", group="sampling"
     )
-    beta: list[float] = field(
-        default_factory=lambda: [0.1],
-        metadata=doc("Strength of the pull towards the reference model; several values: one per epoch."),
+    missing_eos_penalty: float | None = option(
+        None, "Subtracted from the reward of a completion that was cut at the length limit.", group="reward"
     )
-    loss_type: PreferenceLossType = field(default="sigmoid", metadata=doc("DPO's loss, or IPO's."))
-    vllm_gpu_memory_utilization: float = field(default=0.55, metadata=doc("Share of a GPU's memory for vLLM."))
+    beta: list[float] = option(
+        [0.1],
+        "Strength of the pull towards the reference model; several values: one per epoch.",
+        group="method",
+        common=True,
+        bounds=Bounds(0),
+    )
+    loss_type: PreferenceLossType = option("sigmoid", "DPO's loss, or IPO's.", group="method", common=True)
+    vllm_gpu_memory_utilization: float = option(0.55, "Share of a GPU's memory for vLLM.")
 
     @property
     def group_size(self) -> int:

@@ -8,7 +8,7 @@ OpenRLHF.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import cut, flags, reals
 from lockstep.training.batch.sequence import TrainingSequence, column
 from lockstep.training.config.documented import documented
-from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.group_config import GroupConfig
+from lockstep.training.config.option import Bounds, option
 from lockstep.training.methods.objective import Objective, Tally, TokenBatch, clipped_tokens
 
 
@@ -36,16 +36,16 @@ class PPOConfig(GroupConfig):
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    num_generations: int = field(default=1, metadata=doc("Completions per prompt."))
-    beta: float = field(default=0.05, metadata=doc("Weight of the KL to the reference model in the reward."))
-    gamma: float = field(default=1.0, metadata=doc("Discount per token."))
-    lam: float = field(default=0.95, metadata=doc("Decay of the generalised advantage estimator."))
-    vf_coef: float = field(default=0.1, metadata=doc("Weight of the value loss."))
-    cliprange_value: float = field(
-        default=0.2, metadata=doc("How far a value may move from its estimate at sampling time.")
+    num_generations: int = option(1, "Completions per prompt.")
+    beta: float = option(0.05, "Weight of the KL to the reference model in the reward.")
+    gamma: float = option(1.0, "Discount per token.", group="method", bounds=Bounds(0, 1))
+    lam: float = option(0.95, "Decay of the generalised advantage estimator.", group="method", bounds=Bounds(0, 1))
+    vf_coef: float = option(0.1, "Weight of the value loss.", group="method", bounds=Bounds(0))
+    cliprange_value: float = option(
+        0.2, "How far a value may move from its estimate at sampling time.", group="method", bounds=Bounds(0)
     )
-    value_learning_rate: float | None = field(
-        default=None, metadata=doc("Learning rate of the value head; default: ten times learning_rate.")
+    value_learning_rate: float | None = option(
+        None, "Learning rate of the value head; default: ten times learning_rate.", group="method"
     )
 
     @property

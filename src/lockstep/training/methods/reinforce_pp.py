@@ -10,7 +10,7 @@ mean 0 and standard deviation 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -25,8 +25,8 @@ from lockstep.rollouts.group import RolloutGroup
 from lockstep.tokens.arrays import cut, reals
 from lockstep.training.batch.sequence import TrainingSequence, column
 from lockstep.training.config.documented import documented
-from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.group_config import GroupConfig
+from lockstep.training.config.option import Bounds, option
 from lockstep.training.methods.objective import Objective, Tally, TokenBatch, clipped_tokens
 
 
@@ -39,11 +39,11 @@ class ReinforcePPConfig(GroupConfig):
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    num_generations: int = field(default=1, metadata=doc("Completions per prompt; at least 2 with baseline=group."))
-    beta: float = field(default=0.01, metadata=doc("Weight of the KL to the reference model."))
-    gamma: float = field(default=1.0, metadata=doc("Discount of a reward, per token before it."))
-    baseline: Literal["none", "group"] = field(
-        default="none", metadata=doc("Baseline that is subtracted from a reward first.")
+    num_generations: int = option(1, "Completions per prompt; at least 2 with baseline=group.")
+    beta: float = option(0.01, "Weight of the KL to the reference model.")
+    gamma: float = option(1.0, "Discount of a reward, per token before it.", group="method", bounds=Bounds(0, 1))
+    baseline: Literal["none", "group"] = option(
+        "none", "Baseline that is subtracted from a reward first.", group="method"
     )
 
     @property

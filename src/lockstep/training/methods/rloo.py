@@ -7,7 +7,7 @@ TRL's trainer does not use the engine's log-probs. Here they are proven, and wei
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -18,8 +18,8 @@ from lockstep.errors import InputError
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.training.config.documented import documented
-from lockstep.training.config.fields.trl import doc
 from lockstep.training.config.group_config import GroupConfig
+from lockstep.training.config.option import option
 from lockstep.training.methods.objective import Objective, Tally, TokenBatch, note_clipping, with_one_advantage
 
 
@@ -32,12 +32,12 @@ class RLOOConfig(GroupConfig):
         InputError: fields contradict each other, or ask for something that is not supported yet.
     """
 
-    num_generations: int = field(default=2, metadata=doc("Completions per prompt (the size of a group)."))
-    beta: float = field(default=0.05, metadata=doc("Weight of the KL to the reference model in the reward."))
-    normalize_advantages: bool = field(
-        default=False, metadata=doc("Scale a generation's advantages to mean 0 and standard deviation 1.")
+    num_generations: int = option(2, "Completions per prompt (the size of a group).")
+    beta: float = option(0.05, "Weight of the KL to the reference model in the reward.")
+    normalize_advantages: bool = option(
+        False, "Scale a generation's advantages to mean 0 and standard deviation 1.", group="method"
     )
-    reward_clip_range: list[float] | None = field(default=None, metadata=doc("Bounds of a reward: two numbers."))
+    reward_clip_range: list[float] | None = option(None, "Bounds of a reward: two numbers.", group="reward")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lockstep.engines.vllm.port.sleep import SleepLevel
 from lockstep.errors import InputError
-from lockstep.training.config.fields.trl import doc
+from lockstep.training.config.option import COUNT, Bookkeeping, option
 
 _logger = logging.getLogger(__name__)
 
@@ -16,16 +16,19 @@ _logger = logging.getLogger(__name__)
 class ColocateFields:
     """The fields of an engine in the trainer's process."""
 
-    vllm_tensor_parallel_size: int = field(
-        default=1,
-        metadata=doc(
-            "Number of devices that vLLM's model is split over, with vllm_mode colocate. Above 1, vLLM starts a process per device."
-        ),
+    vllm_tensor_parallel_size: int = option(
+        1,
+        "Number of devices that vLLM's model is split over, with vllm_mode colocate. Above 1, vLLM starts a process per device.",
+        group="engine",
+        bounds=COUNT,
+        bookkeeping=Bookkeeping.MEMORY,
     )
 
-    vllm_enable_sleep_mode: bool = field(
-        default=False,
-        metadata=doc("Let vLLM in this process give its GPU memory back while the trainer learns. Not on a CPU."),
+    vllm_enable_sleep_mode: bool = option(
+        False,
+        "Let vLLM in this process give its GPU memory back while the trainer learns. Not on a CPU.",
+        group="engine",
+        bookkeeping=Bookkeeping.MEMORY,
     )
 
     def check_colocated(self, *, server: bool, use_vllm: bool | None, owner: bool) -> None:

@@ -1,4 +1,4 @@
-"""The fields that shape the sampling distribution beside the temperature: filters, penalties, allowed tokens, structured outputs.
+"""The fields that shape the sampling distribution: temperature, filters, penalties, allowed tokens, structured outputs.
 
 `OnlineConfig` inherits the fields. `training/config/sampling.py` makes a `Sampling` of them. The engine samples from
 this distribution, and the trainer scores the same one.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lockstep.contract.grammars import check_grammar
-from lockstep.contract.sampling import Grammar, Sampling
+from lockstep.contract.sampling import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE, Grammar, Sampling
 from lockstep.errors import InputError
-from lockstep.training.config.fields.trl import doc
+from lockstep.training.config.option import Bounds, option
 
 _logger = logging.getLogger(__name__)
 
@@ -62,51 +62,64 @@ _PLAIN = {
 class FilterFields:
     """What may be sampled, and how likely it is."""
 
-    top_p: float = field(
-        default=1.0, metadata=doc("Sample among the likeliest tokens that together have this probability; 1: all.")
+    temperature: float = option(
+        1.0,
+        "Sampling temperature; the trainer scores the same.",
+        group="sampling",
+        common=True,
+        bounds=Bounds(SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE, usual=(0.05, 10)),
     )
-    top_k: int = field(default=0, metadata=doc("Sample among this many likeliest tokens; 0: all."))
-    min_p: float | None = field(
-        default=None, metadata=doc("Sample among tokens at least this share as likely as the likeliest; unset: all.")
+    stop_strings: list[str] | None = option(
+        None, "Strings that end a completion. Special tokens may be among them.", group="sampling"
     )
-    repetition_penalty: float = field(
-        default=1.0,
-        metadata=doc("Divides the logits of tokens of prompt and completion (negative: multiplies); 1: none."),
+    top_p: float = option(
+        1.0,
+        "Sample among the likeliest tokens that together have this probability; 1: all.",
+        group="sampling",
+        common=True,
     )
-    presence_penalty: float = field(
-        default=0.0, metadata=doc("Subtracted from the logits of tokens that the completion already has.")
+    top_k: int = option(0, "Sample among this many likeliest tokens; 0: all.", group="sampling")
+    min_p: float | None = option(
+        None, "Sample among tokens at least this share as likely as the likeliest; unset: all.", group="sampling"
     )
-    frequency_penalty: float = field(
-        default=0.0, metadata=doc("Subtracted as often as the completion already has the token.")
+    repetition_penalty: float = option(
+        1.0, "Divides the logits of tokens of prompt and completion (negative: multiplies); 1: none.", group="sampling"
     )
-    logit_bias: dict | str | None = field(
-        default=None, metadata=doc("Token ids, and what is added to the logit of each.")
+    presence_penalty: float = option(
+        0.0, "Subtracted from the logits of tokens that the completion already has.", group="sampling"
     )
-    bad_words: list[str] | None = field(default=None, metadata=doc("Texts that a completion must not contain."))
-    allowed_token_ids: list[int] | None = field(
-        default=None, metadata=doc("The only token ids that may be sampled; unset: all.")
+    frequency_penalty: float = option(
+        0.0, "Subtracted as often as the completion already has the token.", group="sampling"
     )
-    min_tokens: int = field(
-        default=0, metadata=doc("Tokens before which neither an end token nor a stop string ends a completion.")
+    logit_bias: dict | str | None = option(
+        None, "Token ids, and what is added to the logit of each.", group="sampling", mapping=True
     )
-    generation_kwargs: dict | str | None = field(
-        default=None, metadata=doc(f"TRL's other way to set {', '.join(_KWARGS)}.")
+    bad_words: list[str] | None = option(None, "Texts that a completion must not contain.", group="sampling")
+    allowed_token_ids: list[int] | None = option(
+        None, "The only token ids that may be sampled; unset: all.", group="sampling"
     )
-    vllm_structured_outputs_regex: str | None = field(
-        default=None, metadata=doc("Regular expression that every completion follows.")
+    min_tokens: int = option(
+        0, "Tokens before which neither an end token nor a stop string ends a completion.", group="sampling"
     )
-    structured_outputs_json: dict | str | None = field(
-        default=None, metadata=doc("JSON schema that every completion follows.")
+    generation_kwargs: dict | str | None = option(
+        None, f"TRL's other way to set {', '.join(_KWARGS)}.", group="sampling", mapping=True
     )
-    structured_outputs_choice: list[str] | None = field(
-        default=None, metadata=doc("Texts of which every completion is one.")
+    vllm_structured_outputs_regex: str | None = option(
+        None, "Regular expression that every completion follows.", group="sampling"
     )
-    structured_outputs_grammar: str | None = field(
-        default=None, metadata=doc("Grammar in EBNF (root ::= ...) that every completion follows.")
+    structured_outputs_json: dict | str | None = option(
+        None, "JSON schema that every completion follows.", group="sampling"
     )
-    max_kept_ids: int = field(
-        default=32768,
-        metadata=doc("Largest number of tokens that top_p, top_k and min_p may keep at one place; bounds the memory."),
+    structured_outputs_choice: list[str] | None = option(
+        None, "Texts of which every completion is one.", group="sampling"
+    )
+    structured_outputs_grammar: str | None = option(
+        None, "Grammar in EBNF (root ::= ...) that every completion follows.", group="sampling"
+    )
+    max_kept_ids: int = option(
+        32768,
+        "Largest number of tokens that top_p, top_k and min_p may keep at one place; bounds the memory.",
+        group="sampling",
     )
 
     def take_generation_kwargs(self) -> None:

@@ -5,42 +5,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lockstep.errors import InputError
 from lockstep.images.limits import PictureLimits
 from lockstep.images.urls import ImageUrls
-from lockstep.training.config.fields.trl import doc
+from lockstep.training.config.option import option
 
 
 @dataclass
 class ImageFields:
     """The fields of pictures."""
 
-    freeze_vision_tower: bool = field(
-        default=False,
-        metadata=doc("Keep the vision tower and its projector as they are; with an adapter, also the adapter in them."),
+    freeze_vision_tower: bool = option(
+        False,
+        "Keep the vision tower and its projector as they are; with an adapter, also the adapter in them.",
+        group="model",
     )
-    min_pixels: int | None = field(
-        default=None,
-        metadata=doc(
-            "A smaller picture is enlarged to this many pixels. Default: preprocessor_config.json. Not for tiles."
-        ),
+    min_pixels: int | None = option(
+        None,
+        "A smaller picture is enlarged to this many pixels. Default: preprocessor_config.json. Not for tiles.",
+        group="data",
     )
-    max_pixels: int | None = field(
-        default=None,
-        metadata=doc("A larger picture is shrunk to at most this many pixels. Default: preprocessor_config.json."),
+    max_pixels: int | None = option(
+        None, "A larger picture is shrunk to at most this many pixels. Default: preprocessor_config.json.", group="data"
     )
-    limit_mm_per_prompt: dict | str | None = field(
-        default=None,
-        metadata=doc(
-            'Largest number of pictures per conversation, as {"image": 4}. A row with more is refused; a tool\'s result with one '
-            "more is an error for the model."
-        ),
+    limit_mm_per_prompt: dict | str | None = option(
+        None,
+        'Largest number of pictures per conversation, as {"image": 4}. A row with more is refused; a tool\'s result with one '
+        "more is an error for the model.",
+        group="data",
+        mapping=True,
     )
-    image_urls: list[str] | None = field(
-        default=None,
-        metadata=doc("Beginnings of URLs from which pictures may be fetched. Default: no picture is fetched."),
+    image_urls: list[str] | None = option(
+        None, "Beginnings of URLs from which pictures may be fetched. Default: no picture is fetched.", group="data"
     )
 
     def check_images(self) -> None:

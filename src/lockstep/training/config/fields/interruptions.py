@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.errors import InputError
-from lockstep.training.config.checks import Bounds, check_bounds
-from lockstep.training.config.fields.trl import doc
+from lockstep.training.config.checks import check_bounds
+from lockstep.training.config.option import COUNT, Bounds, option
 
 if TYPE_CHECKING:
     pass
@@ -22,26 +22,24 @@ _INTERRUPTION = "\n\nThe time for thinking is over. I will now give my final ans
 class InterruptionFields:
     """The fields of forced-length interruptions (ScaleRL, arXiv 2510.13786)."""
 
-    max_thinking_length: int | None = field(
-        default=None,
-        metadata=doc(
-            "Number of tokens after which a completion that still thinks is interrupted and continues to its answer; unset: never."
-        ),
+    max_thinking_length: int | None = option(
+        None,
+        "Number of tokens after which a completion that still thinks is interrupted and continues to its answer; unset: never.",
+        group="sampling",
+        bounds=COUNT,
     )
-    min_thinking_length: int | None = field(
-        default=None,
-        metadata=doc(
-            "If set, that number is drawn between this and max_thinking_length; unset: always max_thinking_length."
-        ),
+    min_thinking_length: int | None = option(
+        None,
+        "If set, that number is drawn between this and max_thinking_length; unset: always max_thinking_length.",
+        group="sampling",
     )
-    interruption: str = field(
-        default=_INTERRUPTION,
-        metadata=doc(
-            "Text that is inserted after such a completion's tokens, and not learned from; contains end_of_thinking."
-        ),
+    interruption: str = option(
+        _INTERRUPTION,
+        "Text that is inserted after such a completion's tokens, and not learned from; contains end_of_thinking.",
+        group="sampling",
     )
-    end_of_thinking: str = field(
-        default="</think>", metadata=doc("Text that ends the thinking of a completion; best a single token.")
+    end_of_thinking: str = option(
+        "</think>", "Text that ends the thinking of a completion; best a single token.", group="sampling"
     )
 
     def check_interruption(self, limit: int, stop: list[str]) -> None:

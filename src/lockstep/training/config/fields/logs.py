@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from lockstep.training.config.fields.trl import doc
+from lockstep.training.config.option import COUNT, Bookkeeping, Bounds, option
 
 
 @dataclass
 class LogFields:
-    """Fields of `OnlineConfig` about rollouts that are printed, sent to trackers, shown in the report, or kept."""
+    """Fields of `OnlineConfig` about logs, and about rollouts that are printed, sent to trackers, shown in the report, or kept."""
 
-    log_completions: bool = field(
-        default=False,
-        metadata=doc(
-            "Print prompts, completions, rewards and advantages of the last generation at every log, and send them to wandb, "
-            "trackio and TensorBoard as a table."
-        ),
+    logging_steps: float = option(
+        10,
+        "Optimizer steps between two logs.",
+        group="logging",
+        common=True,
+        bounds=Bounds(0, above=True),
+        bookkeeping=Bookkeeping.LOGS,
     )
-    log_multimodal: bool = field(
-        default=True, metadata=doc("Put small copies of images into the report, beside prompts and rollouts.")
+    logging_nan_inf_filter: bool = option(False, "Hide NaN losses; off, so that you see them.", group="logging")
+    log_completions: bool = option(
+        False,
+        "Print prompts, completions, rewards and advantages of the last generation at every log, and send them to wandb, "
+        "trackio and TensorBoard as a table.",
+        group="logging",
+        common=True,
+        bookkeeping=Bookkeeping.LOGS,
     )
-    num_completions_to_print: int | None = field(
-        default=None, metadata=doc("How many completions to print; default: all.")
+    log_multimodal: bool = option(
+        True, "Put small copies of images into the report, beside prompts and rollouts.", group="logging"
     )
-    log_unique_prompts: bool = field(default=False, metadata=doc("Print only one completion per prompt."))
-    rollouts_size_limit: float = field(
-        default=1.0,
-        metadata=doc(
-            "Gigabytes of training rollouts that output_dir/rollouts keeps. If there are more, steps between others are removed. "
-            "0: none are kept."
-        ),
+    num_completions_to_print: int | None = option(
+        None,
+        "How many completions to print; default: all.",
+        group="logging",
+        bounds=COUNT,
+        bookkeeping=Bookkeeping.LOGS,
+    )
+    log_unique_prompts: bool = option(
+        False,
+        "Print only one completion per prompt.",
+        group="logging",
+        bookkeeping=Bookkeeping.LOGS,
+    )
+    rollouts_size_limit: float = option(
+        1.0,
+        "Gigabytes of training rollouts that output_dir/rollouts keeps. If there are more, steps between others are removed. "
+        "0: none are kept.",
+        group="logging",
+        bounds=Bounds(0),
+        bookkeeping=Bookkeeping.LOGS,
     )

@@ -5,64 +5,88 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.engines.http.server_calls import check_urls, server_urls, urls_of_file
 from lockstep.errors import InputError
 from lockstep.sync.wire.transport import check_transport
-from lockstep.training.config.fields.trl import doc
+from lockstep.training.config.option import PORT, SECONDS, Bookkeeping, Bounds, option
 
 
 @dataclass
 class ServerFields:
     """The fields of servers."""
 
-    vllm_mode: Literal["colocate", "server"] = field(
-        default="colocate", metadata=doc("vLLM in this process, or running servers ('lockstep serve').")
+    vllm_mode: Literal["colocate", "server"] = option(
+        "colocate", "vLLM in this process, or running servers ('lockstep serve').", group="server", common=True
     )
-    vllm_server_base_url: str | None = field(
-        default=None, metadata=doc("URL of the server, or several separated by commas. Setting it implies server mode.")
+    vllm_server_base_url: str | None = option(
+        None,
+        "URL of the server, or several separated by commas. Setting it implies server mode.",
+        group="server",
+        common=True,
+        bookkeeping=Bookkeeping.SERVERS,
     )
-    vllm_server_url_file: str | None = field(
-        default=None,
-        metadata=doc(
-            "Text file with the base URL of a server per line, instead of vllm_server_base_url. It is read again before every "
-            "generation, so that servers can join and leave."
-        ),
+    vllm_server_url_file: str | None = option(
+        None,
+        "Text file with the base URL of a server per line, instead of vllm_server_base_url. It is read again before every "
+        "generation, so that servers can join and leave.",
+        group="server",
+        bookkeeping=Bookkeeping.SERVERS,
     )
-    vllm_server_host: str = field(
-        default="0.0.0.0", metadata=doc("The server's host, if no URL is given; 0.0.0.0: this machine.")
+    vllm_server_host: str = option(
+        "0.0.0.0",
+        "The server's host, if no URL is given; 0.0.0.0: this machine.",
+        group="server",
+        bookkeeping=Bookkeeping.SERVERS,
     )
-    vllm_server_port: int = field(default=8000, metadata=doc("The server's port, if no URL is given."))
-    vllm_server_key_file: str | None = field(
-        default=None,
-        metadata=doc("File with the server's key. Default: LOCKSTEP_SERVER_KEY, or the key that a server here saved."),
+    vllm_server_port: int = option(
+        8000,
+        "The server's port, if no URL is given.",
+        group="server",
+        bounds=PORT,
+        bookkeeping=Bookkeeping.SERVERS,
     )
-    vllm_weight_transport: str = field(
-        default="auto",
-        metadata=doc(
-            "shared_memory, gloo, cuda_ipc (on one GPU), nccl (GPU to GPU), or auto: the fastest that works, without nccl. "
-            "cuda_ipc and nccl have not been run on a GPU yet."
-        ),
+    vllm_server_key_file: str | None = option(
+        None,
+        "File with the server's key. Default: LOCKSTEP_SERVER_KEY, or the key that a server here saved.",
+        group="server",
+        bookkeeping=Bookkeeping.SERVERS,
     )
-    vllm_weight_deltas: bool = field(
-        default=True,
-        metadata=doc(
-            "Over gloo, send bf16 servers only the elements of the weights that changed. The trainer and each worker then keep "
-            "a copy of the weights in main memory, if there is room."
-        ),
+    vllm_weight_transport: str = option(
+        "auto",
+        "shared_memory, gloo, cuda_ipc (on one GPU), nccl (GPU to GPU), or auto: the fastest that works, without nccl. "
+        "cuda_ipc and nccl have not been run on a GPU yet.",
+        group="server",
+        bookkeeping=Bookkeeping.SERVERS,
     )
-    vllm_group_host: str = field(
-        default="127.0.0.1",
-        metadata=doc("This machine's address as other machines' servers reach it; the trainer listens there."),
+    vllm_weight_deltas: bool = option(
+        True,
+        "Over gloo, send bf16 servers only the elements of the weights that changed. The trainer and each worker then keep "
+        "a copy of the weights in main memory, if there is room.",
+        group="server",
+        bookkeeping=Bookkeeping.SERVERS,
     )
-    vllm_group_port: int = field(
-        default=0, metadata=doc("Port on which workers meet the trainer. Default: a free one.")
+    vllm_group_host: str = option(
+        "127.0.0.1",
+        "This machine's address as other machines' servers reach it; the trainer listens there.",
+        group="server",
+        bookkeeping=Bookkeeping.SERVERS,
     )
-    vllm_server_timeout: float = field(
-        default=240.0,
-        metadata=doc("Seconds for one call or the wait for a server; a generation may take 2.5 times as long."),
+    vllm_group_port: int = option(
+        0,
+        "Port on which workers meet the trainer. Default: a free one.",
+        group="server",
+        bounds=Bounds(0, 65535),
+        bookkeeping=Bookkeeping.SERVERS,
+    )
+    vllm_server_timeout: float = option(
+        240.0,
+        "Seconds for one call or the wait for a server; a generation may take 2.5 times as long.",
+        group="server",
+        bounds=SECONDS,
+        bookkeeping=Bookkeeping.WAITING,
     )
 
     @property
