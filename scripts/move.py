@@ -299,7 +299,7 @@ def merged(texts: dict[str, str], new: str, order: list[str]) -> str:
             for bound, meaning in _bound(statement):
                 meanings.setdefault(bound, set()).add(meaning)
     if twice := sorted(name for name, meant in meanings.items() if len(meant) > 1):
-        sys.exit(f"{new}: several of the files have a {', a '.join(twice)}; rename all but one first")
+        raise SystemExit(f"{new}: several of the files have a {', a '.join(twice)}; rename all but one first")
     future = [line for code, line in imports.items() if code.startswith("from __future__")]
     said = "\n\n".join(doc.strip() for doc in docs if doc)
     said += "\n" if "\n" in said else ""

@@ -14,7 +14,7 @@ from lockstep.report.waits import waiting
 
 # The rank that holds the engine, and gets whole tensors.
 OWNER = 0
-T = TypeVar("T", bound=torch.Tensor | None)
+Part = TypeVar("Part", bound=torch.Tensor | None)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -22,7 +22,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def local_part(tensor: T) -> T:
+def local_part(tensor: Part) -> Part:
     """The part that this rank holds, in the tensor's own memory. It may be empty. None stays None."""
     if tensor is None or not is_sharded(tensor):
         return tensor

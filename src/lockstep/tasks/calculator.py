@@ -44,14 +44,14 @@ def calculator(train_size: int, eval_size: int, seed: int) -> tuple[Dataset, Dat
     if train_size + eval_size > len(pairs):
         raise InputError(f"calculator has {len(pairs)} problems, {train_size + eval_size} were asked for")
     random.Random(seed).shuffle(pairs)
-    return _dataset(pairs[eval_size : eval_size + train_size]), _dataset(pairs[:eval_size])
+    return _product_rows(pairs[eval_size : eval_size + train_size]), _product_rows(pairs[:eval_size])
 
 
-def _dataset(pairs: list[tuple[int, int]]) -> Dataset:
+def _product_rows(pairs: list[tuple[int, int]]) -> Dataset:
     x, y = _EXAMPLE
     shown = [
         {"role": "system", "content": _SYSTEM},
-        {"role": "user", "content": _question(x, y)},
+        {"role": "user", "content": _product_question(x, y)},
         # As text, because the packaged model's chat template shows no calls. `tool_format: pythonic` reads this form.
         {"role": "assistant", "content": f"[multiply(a={x}, b={y})]"},
         {"role": "tool", "content": str(x * y)},
@@ -59,7 +59,7 @@ def _dataset(pairs: list[tuple[int, int]]) -> Dataset:
     ]
     return Dataset.from_dict(
         {
-            "prompt": [[*shown, {"role": "user", "content": _question(a, b)}] for a, b in pairs],
+            "prompt": [[*shown, {"role": "user", "content": _product_question(a, b)}] for a, b in pairs],
             "answer": [str(a * b) for a, b in pairs],
             "a": [a for a, _ in pairs],
             "b": [b for _, b in pairs],
@@ -67,7 +67,7 @@ def _dataset(pairs: list[tuple[int, int]]) -> Dataset:
     )
 
 
-def _question(a: int, b: int) -> str:
+def _product_question(a: int, b: int) -> str:
     return f"What is {a} * {b}?"
 
 

@@ -25,18 +25,18 @@ def dots(train_size: int, eval_size: int, seed: int) -> tuple[Dataset, Dataset]:
     Each picture is drawn for one problem. All answers from 0 to 9 are equally frequent.
     """
     draw = random.Random(seed)
-    held_out, train = (_dataset(count, draw) for count in (eval_size, train_size))
+    held_out, train = (_picture_rows(count, draw) for count in (eval_size, train_size))
     return train, held_out
 
 
-def _dataset(count: int, draw: random.Random) -> Dataset:
+def _picture_rows(count: int, draw: random.Random) -> Dataset:
     rows = []
     answers = [i % (_MOST + 1) for i in range(count)]
     draw.shuffle(answers)
     for answer in answers:
         color = draw.choice(list(_COLORS))
         counts = {name: draw.randint(0, _MOST) for name in _COLORS} | {color: answer}
-        parts = [{"type": "image", "text": None}, {"type": "text", "text": _question(color)}]
+        parts = [{"type": "image", "text": None}, {"type": "text", "text": _color_question(color)}]
         prompt = [{"role": "user", "content": parts}]
         rows.append({"prompt": prompt, "image": _picture(counts, draw), "answer": str(answer)})
     parts_of_message = List({"type": Value("string"), "text": Value("string")})
@@ -45,7 +45,7 @@ def _dataset(count: int, draw: random.Random) -> Dataset:
     return Dataset.from_list(rows, Features({"prompt": messages, "image": Image(), "answer": Value("string")}))
 
 
-def _question(color: str) -> str:
+def _color_question(color: str) -> str:
     return f"How many {color} dots are in the picture? Answer with the number only."
 
 

@@ -51,7 +51,7 @@ def reasoning_gym_problems(
             for text, problem in zip(texts(completions), entry, strict=True)
         ]
 
-    return _dataset(training, shown), _dataset(evaluation, shown), reasoning_gym_score
+    return _gym_rows(training, shown), _gym_rows(evaluation, shown), reasoning_gym_score
 
 
 class _Problem:
@@ -93,7 +93,7 @@ class SpokenTries(_Problem):
         return None if self._is_right(answer) else "That is wrong. Try again. " + SYSTEM
 
 
-def _dataset(entries: list[dict[str, Any]], shown: list[tuple[str, str]]) -> Dataset:
+def _gym_rows(entries: list[dict[str, Any]], shown: list[tuple[str, str]]) -> Dataset:
     return Dataset.from_dict(
         {
             "prompt": [chat(SYSTEM, shown, entry["question"]) for entry in entries],

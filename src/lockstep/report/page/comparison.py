@@ -9,7 +9,7 @@ from lockstep.report.page.markup import Html, html, together
 from lockstep.report.page.report import figures_of, page_of, title_of, verdict_of
 from lockstep.report.page.run_record import RunRecord
 
-_VALUE = 200
+_SHOWN = 200
 
 
 def render_comparison(runs: Sequence[RunRecord]) -> str:
@@ -66,5 +66,5 @@ def _differences(runs: dict[str, RunRecord]) -> dict[str, dict[str, str]]:
 
 def _row(title: str, values: dict[str, str], runs: dict[str, RunRecord], *, mark: bool = False) -> Html:
     kind = "said different" if mark else "said"
-    cells = [html("<td class='{}'>{}</td>", kind, values[name][:_VALUE]) for name in runs]
+    cells = [html("<td class='{}'>{}</td>", kind, values[name][:_SHOWN]) for name in runs]
     return html("<tr><th>{}</th>{}</tr>", title, together(cells))

@@ -10,7 +10,7 @@ import torch
 from lockstep.to_device import sent
 
 # Number of tokens whose rows stay in a core's cache, and number whose rows a GPU copies at a time.
-_TOKENS, _TOKENS_ON_GPU = 8, 64
+_DRAWN_TOKENS, _DRAWN_TOKENS_ON_GPU = 8, 64
 # From this vocabulary on, a CPU takes one token at a time: three inner products, without a copy of its row, in a third of the time.
 LONG_ROW = 4096
 
@@ -66,7 +66,7 @@ class DrawSums:
         if is_cpu and probabilities.shape[-1] >= LONG_ROW:
             self._one_by_one(places, rows, own, probabilities, scaled, means)
             return
-        step = _TOKENS if is_cpu else _TOKENS_ON_GPU
+        step = _DRAWN_TOKENS if is_cpu else _DRAWN_TOKENS_ON_GPU
         for first in range(0, len(rows), step):
             part = slice(first, first + step)
             here, where = rows[part], places[part]

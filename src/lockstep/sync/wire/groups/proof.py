@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 _DIGEST_BYTES = 32
-_POLL_EVERY = 0.002
+_LOOK_EVERY = 0.002
 _UNKNOWN_PROGRAM = (
     "another program took part in this push, so no weights were sent. Only the trainer and its servers should reach "
     "vllm_group_host and its ports: between machines use a tunnel or a private network"
@@ -82,7 +82,7 @@ class SignedStore(dist.Store):
                 raise RuntimeError("the push has ended")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a worker did not connect within {limit:.0f} s")
-            time.sleep(_POLL_EVERY)
+            time.sleep(_LOOK_EVERY)
 
 
 def authenticate(group: dist.ProcessGroup, secret: str, rank: int, size: int) -> None:

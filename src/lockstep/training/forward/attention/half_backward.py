@@ -116,14 +116,14 @@ def _pieces(
                 yield (first, last), ((start, min(start + _COLUMNS, done)),), None
             yield (first, last), ((done, last),), later[: last - first, : last - first]
     for part in plan.shared:
-        for runs in _parts(part.columns):
+        for runs in _halves(part.columns):
             width = size_of(runs)
             step = max(_FEWEST, _SCORES // (heads * width))
             for first in range(part.start, part.stop, step):
                 yield (first, min(first + step, part.stop)), runs, None
 
 
-def _parts(runs: tuple[Run, ...]) -> Iterator[tuple[Run, ...]]:
+def _halves(runs: tuple[Run, ...]) -> Iterator[tuple[Run, ...]]:
     """Runs of at most `_COLUMNS` columns together."""
     some: list[Run] = []
     room = _COLUMNS
