@@ -7,7 +7,7 @@
 Paths begin at the root of the repository. Those of `src/lockstep` may leave these two folders out. `git mv` moves the files, so
 that `git diff HEAD -M` shows what has changed. What is rewritten:
 
-- imports, and dotted names in code, strings and settings (`lockstep.sync.push.push_weights`, entry points, import contracts);
+- imports, and dotted names in code, strings and settings (`lockstep.weights.push.push_weights`, entry points, import contracts);
 - paths in docs, docstrings, comments, settings and tables of tests, whatever folder they are relative to, and links between pages;
 - `Path(__file__).parents[N]` in a file that now stands deeper or less deep.
 
@@ -167,8 +167,8 @@ class Rewriter:
                 if new := self.modules.get(".".join(parts[:end])):
                     return ".".join([new, *parts[end:]])
             return name
-        if (link := found["link"]) and page.suffix == ".md":
-            return self._link(link, page)
+        if link := found["link"]:
+            return self._link(link, page) if page.suffix == ".md" else link
         return self._path(found[0], page)
 
     def _link(self, link: str, page: PurePosixPath) -> str:
