@@ -43,8 +43,14 @@ COMMANDS = {
     "merge": "add an adapter to its model, and write the whole model",
     "completion": "print a script with which bash or zsh completes commands and fields",
 }
-# The modules of commands that stand in a room of their own.
-_WHERE = {name: f"past_runs.{name}" for name in ("compare", "rollouts", "merge", "evaluate", "report")}
+# Functions of commands that do not stand in `run` of a module of their own.
+_WHERE = {
+    "compare": "lockstep.cli.past_runs.compare:compare_runs",
+    "report": "lockstep.cli.past_runs.report:report_again",
+    "rollouts": "lockstep.cli.past_runs.rollouts:page_rollouts",
+    "evaluate": "lockstep.cli.past_runs.evaluate:evaluate",
+    "merge": "lockstep.cli.past_runs.merge:run",
+}
 # What they make lies in files. The lines of the others are their result.
 _MAKES_FILES = (*TRAINING, "demo", "serve", "gateway", "init", "report", "merge")
 # They have few arguments and no fields.
@@ -162,7 +168,7 @@ def _run(command: str, words: list[str]) -> int:
         from lockstep.cli.training import train
 
         return train(command, words)
-    return load(extensions.COMMANDS.get(command, f"lockstep.cli.{_WHERE.get(command, command)}:run"))(words)
+    return load(extensions.COMMANDS.get(command, _WHERE.get(command, f"lockstep.cli.{command}:run")))(words)
 
 
 def _no_command(word: str) -> str:

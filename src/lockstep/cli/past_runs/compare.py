@@ -47,7 +47,7 @@ class PastRun:
     steps: Sequence[Mapping[str, Any]]
 
 
-def run(words: list[str]) -> int:
+def compare_runs(words: list[str]) -> int:
     """Print the comparison.
 
     Raises:

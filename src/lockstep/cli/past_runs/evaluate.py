@@ -19,7 +19,7 @@ from lockstep.report.busy import busy, watched_by
 from lockstep.report.say import say
 
 
-def run(words: list[str]) -> int:
+def evaluate(words: list[str]) -> int:
     """Run the command.
 
     Raises:

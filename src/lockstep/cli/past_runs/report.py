@@ -15,7 +15,7 @@ from lockstep.report.say import say
 _COMPARISON = "comparison.html"
 
 
-def run(words: list[str]) -> int:
+def report_again(words: list[str]) -> int:
     """Run the command.
 
     Raises:

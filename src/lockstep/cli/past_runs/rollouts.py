@@ -21,7 +21,7 @@ _PRINTED = 20
 _KEYS = "Enter: next   b: back   g NUMBER: go to   q: quit"
 
 
-def run(words: list[str]) -> int:
+def page_rollouts(words: list[str]) -> int:
     """Show the rollouts.
 
     Raises:
