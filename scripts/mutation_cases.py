@@ -3877,8 +3877,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU: sums over the vocabulary are computed for all rows at once",
-        "_TOKENS, _TOKENS_ON_GPU = 8, 64",
-        "_TOKENS, _TOKENS_ON_GPU = 8, 1 << 30",
+        "_DRAWN_TOKENS, _DRAWN_TOKENS_ON_GPU = 8, 64",
+        "_DRAWN_TOKENS, _DRAWN_TOKENS_ON_GPU = 8, 1 << 30",
         f"{ON_A_GPU}::test_sums_over_the_vocabulary_take_the_memory_of_a_few_rows",
     ),
     Mutation(

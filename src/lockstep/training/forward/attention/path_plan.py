@@ -32,7 +32,7 @@ _MASKED_PAIR = 3.0
 # are the second number.
 MOST_COLUMNS, USUAL_PACK = 4, 4096
 # The most places where paths are parted into calls. It bounds the work of the plan.
-_MOST_CUTS = 64
+_MOST_CUT_PATHS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _chains(ends: Ints) -> Iterator[_Chain]:
 
 def _cheapest(chains: Sequence[_Chain], most: int) -> tuple[list[tuple[int, int]], float]:
     """Adjacent chains, parted into calls of at most `most` columns so that the time is least; and that time."""
-    cuts = np.unique(np.linspace(0, len(chains), min(len(chains), _MOST_CUTS) + 1).astype(int)).tolist()
+    cuts = np.unique(np.linspace(0, len(chains), min(len(chains), _MOST_CUT_PATHS) + 1).astype(int)).tolist()
     longest = np.array([max(c.nodes for c in chains[i:j]) for i, j in pairwise(cuts)])
     best: list[tuple[float, int]] = [(0.0, 0)] + [(np.inf, 0)] * (len(cuts) - 1)
     for a in range(len(cuts) - 1):
