@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
 
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, RolloutGroup
@@ -88,7 +89,7 @@ class PromptOrder:
         self._pass = self._passed(0, 0)
 
     def places(self, generation: int) -> list[int]:
-        """Dataset indices of a generation's prompts.
+        """TorchDataset indices of a generation's prompts.
 
         Raises:
             InputError: too few prompts are left, or an earlier generation has not been noted.
@@ -200,7 +201,7 @@ class GenerationBatches:
                 yield [(place, part) for place in places]
 
 
-class _Prompts(Dataset):
+class _Prompts(TorchDataset):
     """Returns a prompt together with the part that the sampler requested."""
 
     def __init__(self, prompts: list[Prompt]) -> None:
