@@ -17,7 +17,7 @@ from lockstep.engines import connect
 from lockstep.engines.protocol import GenerationRequest, RequestKey, Sampling, request_seed
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.tokens.chat import load_tokenizer
 
 STEPS, SAMPLES = 8, 16
 

@@ -44,7 +44,7 @@ from transformers import (
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 import lockstep
-from lockstep.cli.process.quiet import quiet_libraries
+from lockstep.cli.output import quiet_libraries
 
 HALVES = {
     "left": np.s_[:, :8],

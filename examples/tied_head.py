@@ -18,7 +18,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 def main() -> None:
-    from lockstep.cli.process.quiet import quiet_libraries
+    from lockstep.cli.output import quiet_libraries
     from lockstep.extras.verify.stage import open_stage, stage_config
 
     quiet_libraries()
@@ -39,7 +39,7 @@ def main() -> None:
 
 def show(stage, title: str) -> None:  # type: ignore[no-untyped-def]
     """Push the weights, and print what vLLM, the gap and the probe report."""
-    from lockstep.sync.push import push_weights
+    from lockstep.weights.push import push_weights
 
     stage.trainer.state.global_step += 1
     record = push_weights(stage.model, stage.engine, stage.version)

@@ -46,7 +46,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def main() -> None:
-    from lockstep.cli.process.quiet import quiet_libraries
+    from lockstep.cli.output import quiet_libraries
 
     quiet_libraries()
     import trl

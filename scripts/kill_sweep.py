@@ -119,7 +119,7 @@ def solve(base_url, api_key, row):
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "and 3?"}]
     return len(said) % 5
 '''
-APART = 'from lockstep.rollouts.programs.environment_process import in_process\nboards = in_process("mine.py:Board")\n'
+APART = 'from lockstep.rollouts.programs.environments import in_process\nboards = in_process("mine.py:Board")\n'
 # An agent that does not look after its trainer: it lasts longer than a run may.
 PROGRAM = """
 import json, os, sys, time, urllib.request

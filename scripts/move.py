@@ -157,7 +157,10 @@ class Rewriter:
                     r"^(\s*(?:from|import) )(\w+)(?= )", lambda m: m[1] + self.plain.get(m[2], m[2]), text, flags=re.M
                 )
             deeper = len(self.plan.files.get(page, page).parts) - len(page.parts)
-            text = re.sub(r"(?<=\.parents\[)\d+(?=\])", lambda m: str(int(m[0]) + deeper), text) if deeper else text
+            if deeper:
+                text = re.sub(
+                    r"(__file__\)(?:\.\w+\(\))*\.parents\[)(\d+)", lambda m: m[1] + str(int(m[2]) + deeper), text
+                )
         return NAMED.sub(lambda found: self._named(found, page), text)
 
     def _named(self, found: re.Match[str], page: PurePosixPath) -> str:

@@ -2064,7 +2064,7 @@ MUTATIONS = [
         "the entropies of a moved policy are compared with the engine's sets",
         "return self.scores(policy, asked, measure=False).entropies",
         "return self.scores(policy, asked, measure=True).entropies",
-        "tests/training/test_draws_in_training.py::test_every_sampled_token_is_bet_on_once",
+        "tests/training/test_draws_in_training.py::test_every_sampled_token_is_bet_on_once[top-p-entropies-of-each-step]",
     ),
     Mutation(
         "a generation that is judged twice is pooled twice",

@@ -4,7 +4,7 @@
 
 | page | is made from |
 |---|---|
-| cli/fields/fields.json, docs/reference/fields.md | the fields of the configs, as their classes declare them |
+| cli/fields.json, docs/reference/fields.md | the fields of the configs, as their classes declare them |
 | docs/reference/proofs.md | the docstrings of the files that make the proofs (a block "Proof …" each) |
 | the last list of docs/reference/faults.md | the faults of `lockstep verify --self-test` |
 
@@ -19,9 +19,9 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.cli.fields.describe import as_text, describe
-from lockstep.cli.fields.description import FIELDS_FILE, grouped
-from lockstep.training.config.option import OTHERS
+from lockstep.cli.describe import as_text, describe
+from lockstep.cli.help import FIELDS_FILE, grouped
+from lockstep.config.option import OTHERS
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "reference"

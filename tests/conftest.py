@@ -110,7 +110,7 @@ def start(name: str, model: str, **kwargs: object) -> Engine:
 
     from lockstep.engines.transformers_engine import TransformersEngine
     from lockstep.engines.vllm.in_process import VLLMInProcess
-    from lockstep.tokens.tokenizer import load_tokenizer
+    from lockstep.tokens.chat import load_tokenizer
 
     if name == "transformers":
         return TransformersEngine(model, load_tokenizer(model), dtype=torch.float32, max_model_len=CONTEXT, **kwargs)  # type: ignore[arg-type]

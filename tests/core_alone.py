@@ -127,9 +127,8 @@ def check_refusals(model: str, folder: Path) -> None:
     from lockstep.models.packaged import packaged_model_dir
     from lockstep.models.quantised import check_quantization
     from lockstep.run.engine import start_here
-    from lockstep.tasks.builtin_rewards import accuracy
     from lockstep.tasks.data import load_data
-    from lockstep.tasks.rewards import load_reward
+    from lockstep.tasks.rewards import accuracy, load_reward
 
     problems: Any = {"train_split": "train", "test_split": None, "train_size": 2, "eval_size": 1, "seed": 0}
     engine: Any = {"dtype": torch.float32, "max_model_len": 64}

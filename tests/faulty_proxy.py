@@ -12,7 +12,7 @@ from typing import Any
 
 from servers import HTTP
 
-from lockstep.engines.http.greeting import NONCE_HEADER, PROOF_HEADER
+from lockstep.engines.servers.calls import NONCE_HEADER, PROOF_HEADER
 
 GENERATE = "/inference/v1/generate"
 

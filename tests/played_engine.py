@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.contract.inbox import Inbox, check_request
 from lockstep.contract.protocol import Completion, GenerationRequest
-from lockstep.tokens.kept_ids import KeptIds
+from lockstep.tokens.arrays import KeptIds
 
 END = 0
 LETTERS = "_abc"

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.rollouts.scores.reward_log import RewardLog
-from lockstep.rollouts.scores.rewards import RewardFunction, RewardScorer
+from lockstep.rollouts.rewards import RewardFunction, RewardLog, RewardScorer
 
 
 def score_groups(

@@ -22,13 +22,12 @@ from hosts import Host
 
 from lockstep.contract.inbox import Inbox
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
-from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.calls import ServerCalls
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import LockstepError
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.sync.wire.gloo import NCCL
-from lockstep.sync.wire.nccl import NCCLTransport
-from lockstep.sync.wire.transport import WeightTransport, choose_transport
+from lockstep.weights.wire.network import NCCL, NCCLTransport
+from lockstep.weights.wire.transport import WeightTransport, choose_transport
 
 KEY = "a-key-for-tests-only"
 _START_LIMIT = 300.0

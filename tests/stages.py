@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from lockstep.contract.protocol import Engine
 from lockstep.extras.verify.stage import Stage, open_stage, stage_config
-from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.learn.methods.grpo import GRPOConfig
 
 # Smaller than the embedding of a tiny model in bf16, and larger than its other tensors.
 PART_BYTES = 40 << 10

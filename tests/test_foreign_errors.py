@@ -11,16 +11,16 @@ import torch
 from tiny import CONTEXT
 
 from lockstep.cli.main import main
-from lockstep.cli.process.library_log import libraries_aside
+from lockstep.cli.output import libraries_aside
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError, foreign_errors
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.models.policy import load_policy
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.tokens.chat import load_tokenizer
+from lockstep.watch.plain_forward import completion_logps
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import completion_logps
 
 BARE = r"AssertionError: without a text \(.*test_foreign_errors\.py:\d+, raise AssertionError\)"
 

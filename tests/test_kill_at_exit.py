@@ -32,7 +32,7 @@ class Game:
 # The run has told the process that kills.
 PRELUDE = """
 from pathlib import Path
-from lockstep.kill_at_exit import KillAtExit
+from lockstep.processes import KillAtExit
 add = KillAtExit.add
 def told(self, group):
     add(self, group)
@@ -47,7 +47,7 @@ asyncio.run(Agent(None, ("./program",), 3600.0).run("http://gateway", "key", {})
 """,
     "an environment": """
 import threading
-from lockstep.rollouts.programs.environment_process import in_process
+from lockstep.rollouts.programs.environments import in_process
 kept = in_process("game.py:Game")()
 threading.Event().wait(3600)
 """,

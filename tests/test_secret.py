@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep.cli.past_runs.next_commands import next_lines
+from lockstep.cli.past_runs import next_lines
 from lockstep.errors import EngineLost, InputError, Interrupted, LockstepError, ProofError
 from lockstep.report.page.report import render_report
 from lockstep.report.page.run_record import read_run
-from lockstep.run.files.about_run import about_run
-from lockstep.run.files.run_directory import SETTINGS, open_run
-from lockstep.run.files.run_identity import changed_fields, curve_settings
-from lockstep.secret import HIDDEN, is_secret_name, masked, without_secrets
+from lockstep.run.files.directory import SETTINGS, about_run, open_run
+from lockstep.run.files.identity import changed_fields, curve_settings
+from lockstep.safe_text import HIDDEN, is_secret_name, masked, without_secrets
 from lockstep.watch.receipt import Receipt, read_receipt
 
 SECRETS = (
@@ -98,7 +97,7 @@ def test_only_the_secrets_among_all_fields_are_secret_by_name() -> None:
     assert not is_secret_name("allow_credentials", False)
 
 
-FIELDS = Path(lockstep.__file__).parent / "cli/fields/fields.json"
+FIELDS = Path(lockstep.__file__).parent / "cli/fields.json"
 NESTED: dict[str, Any] = {
     "token": "nestedsecret", "dtype": "float32",
     "more": [{"proxies": {"https": "http://me:s3cretPass@proxy"}, "api_key": "plainsecret"}],

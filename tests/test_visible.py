@@ -13,13 +13,11 @@ import pytest
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.report.completions import Row, print_completions
-from lockstep.report.live import About, LiveView
-from lockstep.report.say import complain, say
-from lockstep.report.status import StatusLine
-from lockstep.report.terminal import Terminal
-from lockstep.terminal_log import TerminalHandler
-from lockstep.visible import visible
+from lockstep.progress import StatusLine
+from lockstep.report.live import About, LiveView, Row, print_completions
+from lockstep.safe_text import complain, say, visible
+from lockstep.start_up import TerminalHandler
+from lockstep.terminal import Terminal
 
 # Title, clipboard, screen, a link, the 8-bit forms, direction, no width, a surrogate, a hidden text.
 ORDERS = "a\x1b]0;title\x07b\x1b]52;c;aGk=\x07c\x1b[2Jd\x9b31m\x9d\x90e\u202ef\u200bg\ud800h\U000e0041i\x00j\x7fk\rl\x08m\u2028n"

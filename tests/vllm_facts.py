@@ -120,7 +120,7 @@ vllm.v1.worker.gpu.sample.sampler
   Sampler.sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np)  # replaced: port/kept_ids.py
   Sampler@return_sampling_mask
   Sampler@logprobs_mode
-  Sampler._sample_random(processed_logits, expanded_idx_mapping, idx_mapping_np, pos)  # replaced: faults/draws.py
+  Sampler._sample_random(processed_logits, expanded_idx_mapping, idx_mapping_np, pos)  # replaced: sampling_faults.py
 vllm.v1.worker.gpu.sample.output
   SamplerOutput@sampling_mask_tensors
   SamplingMaskTensors@counts
@@ -142,20 +142,20 @@ vllm.v1.worker.gpu.sample.bad_words
 vllm.v1.worker.gpu.sample.penalties
   bincount(expanded_idx_mapping, all_token_ids, prompt_len, prefill_len, prompt_bin_mask, output_bin_counts)
 vllm.v1.sample.ops.topk_topp_sampler
-  # both runners filter with this function; where there is Triton, it searches the edges: port/settings.py
+  # both runners filter with this function; where there is Triton, it searches the edges: port/engine.py
   HAS_TRITON
   ~ return apply_top_k_top_p_triton(
 vllm.v1.worker.gpu.sample.states
   ~ return apply_top_k_top_p(
 vllm.v1.sample.ops.topk_topp_triton
-  # how near the search comes to the edge of top-p: watch/filter_bounds.py
+  # how near the search comes to the edge of top-p: watch/kept_sets.py
   _SPLIT_MAX_BATCH = 64
   _SPLIT_FANOUT = 8
   _SPLIT_ROUNDS = 5
   ~ (max_range - min_range) < 1e-9 or num_iters >= 18
   ~ min_prob = tl.maximum(tl.exp(mn - M) / Z, 1e-30)
 vllm.v1.worker.gpu.mm.encoder_runner
-  EncoderRunner@prepare_mm_inputs  # replaced: port/pictures.py
+  EncoderRunner@prepare_mm_inputs  # replaced: port/requests.py
 vllm.v1.worker.gpu_worker
   # on GPUs, with both runners
   Worker@use_v2_model_runner
@@ -177,7 +177,7 @@ vllm.v1.worker.gpu_model_runner
   GPUModelRunner@requests
   GPUModelRunner@encoder_cache
   GPUModelRunner@compilation_config
-  GPUModelRunner@_batch_mm_inputs_from_scheduler  # replaced: port/pictures.py
+  GPUModelRunner@_batch_mm_inputs_from_scheduler  # replaced: port/requests.py
 vllm.v1.worker.lora_model_runner_mixin
   LoRAModelRunnerMixin@lora_manager
 vllm.v1.sample

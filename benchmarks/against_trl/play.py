@@ -216,7 +216,7 @@ class Lockstep:
 
     def _positions(self) -> dict[str, int]:
         """Positions of the last step: learned from, only verified, and all (shared ones once). Also tokens only verified."""
-        from lockstep.training.batch.pack import pack_sequences
+        from lockstep.learn.pack import pack_sequences
 
         generation, objective = self.trainer.loop.generation, self.trainer.objective
         found = {"positions": 0, "still_positions": 0, "all_positions": 0, "still_tokens": 0}
@@ -257,7 +257,7 @@ def recorded_engine(model: str, dtype: str, path: Path) -> Any:
     from benchmarks.against_trl.workloads import read_rollouts
     from lockstep.contract.protocol import Completion
     from lockstep.engines.transformers_engine import TransformersEngine
-    from lockstep.tokens.tokenizer import load_tokenizer
+    from lockstep.tokens.chat import load_tokenizer
 
     waiting: dict[tuple[int, ...], list[Any]] = {}
     for rollout in read_rollouts(path):

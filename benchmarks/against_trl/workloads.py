@@ -89,7 +89,7 @@ def make_model(folder: Path) -> str:
     """The directory of the 135M model with another end token, which both programs load."""
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model
-    from lockstep.tokens.tokenizer import load_tokenizer
+    from lockstep.tokens.chat import load_tokenizer
 
     source = resolve_model("smollm2-135m-instruct")
     model, tokenizer = load_policy(source), load_tokenizer(source)
@@ -104,8 +104,8 @@ def make_model(folder: Path) -> str:
 
 def prompts(work: Workload, model: str) -> list[Any]:
     """Prompts, as texts or messages, that both programs tokenise alike."""
-    from lockstep.tasks.arithmetic import arithmetic
-    from lockstep.tokens.tokenizer import load_tokenizer
+    from lockstep.tasks.builtin import arithmetic
+    from lockstep.tokens.chat import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     if work.calls:

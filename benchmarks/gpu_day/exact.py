@@ -85,7 +85,7 @@ def gaps(sizes: Sizes, number: int) -> Iterator[Row]:
 
 
 def memory(sizes: Sizes) -> Iterator[Row]:
-    """What `training/memory.py` says before a model is loaded, beside what the device allocates.
+    """What `learn/memory.py` says before a model is loaded, beside what the device allocates.
 
     The rows of one optimizer step compare exact counts. The other rows compare the estimate of activations with the peak of a
     forward and its backward.
@@ -94,10 +94,10 @@ def memory(sizes: Sizes) -> Iterator[Row]:
 
     from benchmarks.gpu_day.measuring import forget, make_model, peak, synchronize
     from benchmarks.gpu_day.parts import _GROUP, _sequences
-    from lockstep.training.batch.pack import pack_sequences
-    from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-    from lockstep.training.forward.scoring import score_pack
-    from lockstep.training.memory import Pass, activation_bytes, layer_shape, moment_bytes, sizes_of, weight_bytes
+    from lockstep.learn.attention.tree import adopt_tree_attention
+    from lockstep.learn.memory import Pass, activation_bytes, layer_shape, moment_bytes, sizes_of, weight_bytes
+    from lockstep.learn.pack import pack_sequences
+    from lockstep.learn.scoring import score_pack
 
     where, chunk = device(), 512
     on_gpu = where.type == "cuda"

@@ -80,8 +80,8 @@ def machine(sizes: Sizes) -> Iterator[Row]:
 def attention(sizes: Sizes) -> Iterator[Row]:
     """Attention of one layer over a pack: by blocks and by FlexAttention, compared with SDPA in float32 with a dense mask."""
     from benchmarks.learning.long_context import KINDS, one_pack
-    from lockstep.training.forward.attention import flex_attention
-    from lockstep.training.forward.attention.block_attention import TreeAttention
+    from lockstep.learn.attention import flex as flex_attention
+    from lockstep.learn.attention.blocks import TreeAttention
 
     _let_flex_attention_learn_on_a_cpu()
     where, shape = device(), sizes.shape
@@ -103,7 +103,7 @@ def attention(sizes: Sizes) -> Iterator[Row]:
                 plan, blocks = (TreeAttention.of(ends, where, dtype, only_blocks=only) for only in (False, True))
                 mask = flex_attention.block_mask(ends, where)
                 ways: dict[str, Callable[..., torch.Tensor]] = {
-                    # On a CPU both are blocks that compute in float32 (training/forward/attention/tree_attention.py).
+                    # On a CPU both are blocks that compute in float32 (learn/attention/tree.py).
                     "paths": lambda q, k, v, plan=plan: plan(*_in_computed_dtype(q, k, v), None).to(q.dtype),
                     "blocks": lambda q, k, v, plan=blocks: plan(*_in_computed_dtype(q, k, v), None).to(q.dtype),
                     "FlexAttention": lambda q, k, v, mask=mask: flex_attention._attend(q, k, v, mask, None),
@@ -124,7 +124,7 @@ def _let_flex_attention_learn_on_a_cpu() -> None:
     """
     from torch.nn.attention import flex_attention
 
-    from lockstep.training.forward import scoring
+    from lockstep.learn import scoring
 
     if device().type == "cpu":
         flex_attention._validate_device = lambda *parts: None
@@ -172,7 +172,7 @@ def chain(sizes: Sizes) -> Iterator[Row]:
 
 
 def _sequences(lengths: Sequence[int], vocabulary: int) -> list[Any]:
-    from lockstep.training.batch.sequence import TrainingSequence
+    from lockstep.learn.sequence import TrainingSequence
 
     draw = torch.Generator().manual_seed(0)
     prompt, *completions = (
@@ -182,16 +182,16 @@ def _sequences(lengths: Sequence[int], vocabulary: int) -> list[Any]:
 
 
 def _passes(sizes: Sizes, sequences: list[Any], work: str) -> Iterator[Row]:
-    from lockstep.training.forward.attention.flex_attention import FLEX
-    from lockstep.training.forward.attention.tree_attention import TREE
+    from lockstep.learn.attention.flex import FLEX
+    from lockstep.learn.attention.tree import TREE
 
     _let_flex_attention_learn_on_a_cpu()
     where, model = device(), make_model(sizes)
     model.to(where).train()
 
     def lockstep(attention: str) -> None:
-        from lockstep.training.batch.pack import pack_sequences
-        from lockstep.training.forward.scoring import score_pack
+        from lockstep.learn.pack import pack_sequences
+        from lockstep.learn.scoring import score_pack
 
         model.set_attn_implementation(attention)
         for pack in pack_sequences(sequences, POSITIONS):
@@ -278,7 +278,7 @@ def _given_rollouts(model: str, work: Any, dtype: str) -> list[Any]:
     """Random completions with the engine's log-probs, for a model whose tokens are practically equally likely."""
     from benchmarks.against_trl.workloads import Recorded, prompts
     from lockstep.engines.transformers_engine import TransformersEngine
-    from lockstep.tokens.tokenizer import load_tokenizer
+    from lockstep.tokens.chat import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     engine = TransformersEngine(model, tokenizer, dtype=dtype_of(dtype), max_model_len=POSITIONS)

@@ -19,16 +19,13 @@ import torch
 
 from benchmarks.gpu_day.measuring import Row, Sizes, device, make_model, measured, refusals, synchronize
 from lockstep.contract.tensors import digest_of_all, tensor_specs
-from lockstep.sync.source import PlainSource
-from lockstep.sync.wire import cuda_ipc
-from lockstep.sync.wire.cuda_ipc import CudaIPCTransport
-from lockstep.sync.wire.gloo import GLOO, NCCL, GlooTransport, Receiver
-from lockstep.sync.wire.groups.devices import DeviceChannel
-from lockstep.sync.wire.groups.meeting import Meeting, listen, open_store
-from lockstep.sync.wire.groups.proof import new_secret
-from lockstep.sync.wire.nccl import NCCLTransport, identity_of
-from lockstep.sync.wire.shared_memory import NAME as SHARED_MEMORY
-from lockstep.sync.wire.shared_memory import Segment, SharedMemoryTransport
+from lockstep.weights.source import PlainSource
+from lockstep.weights.wire import cuda_ipc
+from lockstep.weights.wire.cuda_ipc import CudaIPCTransport
+from lockstep.weights.wire.groups import DeviceChannel, Meeting, listen, new_secret, open_store
+from lockstep.weights.wire.network import GLOO, NCCL, GlooTransport, NCCLTransport, Receiver, identity_of
+from lockstep.weights.wire.shared_memory import NAME as SHARED_MEMORY
+from lockstep.weights.wire.shared_memory import Segment, SharedMemoryTransport
 
 _HOST = "127.0.0.1"
 # Seconds that one push, or the start of the second process, may take.

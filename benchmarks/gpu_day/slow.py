@@ -41,8 +41,8 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 def sdpa(sizes: Sizes) -> Iterator[Row]:
     """Attention of one layer over packs whose lengths were never seen, forward and backward; and again over the same pack."""
-    from lockstep.training.forward.attention import flex_attention
-    from lockstep.training.forward.attention.block_attention import TreeAttention
+    from lockstep.learn.attention import flex as flex_attention
+    from lockstep.learn.attention.blocks import TreeAttention
 
     _let_flex_attention_learn_on_a_cpu()
     where, full = device(), sizes.repeats > 1
@@ -95,7 +95,7 @@ def _ends(count: int, tokens: int, draw: torch.Generator) -> tuple[torch.Tensor,
 
 
 def _both(way: str, plan: Any, ends: torch.Tensor, where: torch.device, dtype: torch.dtype, heads: Any) -> None:
-    from lockstep.training.forward.attention import flex_attention
+    from lockstep.learn.attention import flex as flex_attention
 
     def drawn(many: int, size: int, rows: int = 1) -> torch.Tensor:
         return torch.randn(rows, many, size, heads[2], device=where, dtype=dtype, requires_grad=True)
@@ -131,7 +131,7 @@ def _kernels(work: Callable[[], Any]) -> list[Any]:
 
 def variants(sizes: Sizes) -> Iterator[Row]:
     """FlexAttention's compiled variants: how many a plain run needs, and whether a ninth one still uses the kernel."""
-    from lockstep.training.forward.attention import flex_attention
+    from lockstep.learn.attention import flex as flex_attention
 
     _let_flex_attention_learn_on_a_cpu()
     where, full = device(), sizes.repeats > 1
@@ -156,7 +156,7 @@ def _flex_memory(heads: int, keys: int, width: int, dtype: torch.dtype, where: t
     """Peak memory of a pack of about 4,100 positions. T × T scores would be 4 GiB for 64 heads in float32."""
     if where.type != "cuda":
         return None
-    from lockstep.training.forward.attention import flex_attention
+    from lockstep.learn.attention import flex as flex_attention
 
     ends, _ = _ends(8, 480, torch.Generator().manual_seed(1))
     mask = flex_attention.block_mask(ends, where)
@@ -172,8 +172,7 @@ def _flex_memory(heads: int, keys: int, width: int, dtype: torch.dtype, where: t
 
 def digests(sizes: Sizes) -> Iterator[Row]:
     """GB/s of ways to digest weights that lie on the device."""
-    from lockstep.contract.device_digest import device_digests, digest_texts
-    from lockstep.contract.tensors import tensor_digest, tensor_specs
+    from lockstep.contract.tensors import device_digests, digest_texts, tensor_digest, tensor_specs
 
     where, full = device(), sizes.repeats > 1
     count, shape = (24, (4096, 8192)) if full else (4, (64, 64))

@@ -34,41 +34,37 @@ from benchmarks.host.cost_plot import drawing
 from lockstep.contract.inbox import Inbox
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.requests.messages import completion_from
+from lockstep.engines.servers.messages import completion_from
 from lockstep.engines.vllm.port.requests import completion
-from lockstep.engines.vllm.workers.start import vllm_installed
+from lockstep.engines.vllm.start import vllm_installed
 from lockstep.extras.verify.logprob_checks import Unwatched
+from lockstep.learn.generation import Preparation
+from lockstep.learn.methods.grpo import GRPOConfig, GRPOObjective
+from lockstep.learn.methods.objective import TokenBatch
+from lockstep.learn.pack import Pack
+from lockstep.learn.scoring import TokenScores
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.token_logps import DrawSums
+from lockstep.learn.update import OptimizerStep, Policy
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.across_ranks.frames import decode, encode
-from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.scores.reward_log import RewardLog
-from lockstep.rollouts.scores.rewards import RewardScorer
-from lockstep.run.files.completion_log import rows_of
-from lockstep.run.files.rollout_files import keep_rollouts
-from lockstep.training.batch.pack import Pack
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.draw_sums import DrawSums
-from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
-from lockstep.training.methods.grpo import GRPOObjective
-from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.methods.objective import TokenBatch
-from lockstep.training.step.generation import Preparation
-from lockstep.training.step.update import OptimizerStep, Policy
+from lockstep.rollouts.ranks import Ranks
+from lockstep.rollouts.rewards import RewardLog, RewardScorer
+from lockstep.rollouts.wire import decode, encode, groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
+from lockstep.run.files.logs import rows_of
+from lockstep.run.files.rollouts import keep_rollouts
+from lockstep.run.metrics import interruption_metrics, rollout_metrics, staleness_metrics
 from lockstep.watch import evidence
 from lockstep.watch.advantages import AdvantageProof, advantage_proof, check_batch, check_still
 from lockstep.watch.ahead import check_staleness
-from lockstep.watch.custody import SampledTokens, check_aside, check_entering, sampled_tokens
+from lockstep.watch.custody import Record, SampledTokens, check_aside, check_entering, sampled_tokens
 from lockstep.watch.draws import DrawEvidence, DrawStats, measure_draws
 from lockstep.watch.evidence import kept
 from lockstep.watch.gap import check_count
 from lockstep.watch.receipt import Receipt
 from lockstep.watch.rewards import check_rows
 from lockstep.watch.samples import check_samples
-from lockstep.watch.turns import Record
 
 SIZES = "64x512,256x1024,256x4096,1024x4096"
 # A row that is not part of the cost, and a row that replaces the first row of ROWS if vLLM is in the same process.

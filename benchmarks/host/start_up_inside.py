@@ -35,7 +35,7 @@ def main() -> int:
     # Python's import system reads None as "there is no such module".
     sys.modules.update(dict.fromkeys(_DEVELOPERS_ONLY))  # type: ignore[arg-type]
     from lockstep.cli.main import main as command
-    from lockstep.report.status import StatusLine
+    from lockstep.progress import StatusLine
 
     begin, end = StatusLine.begin, StatusLine.end
 

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import ROOT
 from benchmarks.against_trl.answering import AnsweringProcess
 from benchmarks.against_trl.floors import cpu_name
-from lockstep.cli.process.malloc import kernel_setting, with_tunables
+from lockstep.cli.process import kernel_setting, with_tunables
 
 # Steps of each process before the pairs: the first has the proofs at the start of a run.
 _WARM_UP = 3

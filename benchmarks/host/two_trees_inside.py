@@ -32,10 +32,9 @@ def main() -> None:
     from transformers import TrainerCallback
 
     import lockstep
-    from lockstep.cli.fields.arguments import RunArguments, build, read
-    from lockstep.cli.fields.data import data_of
-    from lockstep.cli.process.quiet import quiet_libraries
-    from lockstep.report.log_lines import LogLines
+    from lockstep.cli.fields import RunArguments, build, data_of, read
+    from lockstep.cli.output import quiet_libraries
+    from lockstep.report.live import LogLines
 
     assert Path(lockstep.__file__).is_relative_to(tree), f"{lockstep.__file__} is not of {tree}"
     quiet_libraries()

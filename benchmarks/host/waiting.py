@@ -13,7 +13,7 @@ Lockstep's steps (`against_trl/play.py`) in one process, and prints for each ste
     MHz: the clock of the first core after the step, as the kernel reports it
 
 `--memory` says what the C library does with freed memory: `returned` (it goes back to Linux, the library's default; with huge
-pages) or `kept` (the setting of `lockstep` commands, `cli/process/malloc.py`). Each setting runs in a separate process, one after
+pages) or `kept` (the setting of `lockstep` commands, `cli/process.py`). Each setting runs in a separate process, one after
 the other. Writes `runs/bench/waiting.json`.
 """
 
@@ -31,8 +31,8 @@ from typing import Any
 from benchmarks.against_trl.answering import PLAY, AnsweringProcess
 from benchmarks.against_trl.floors import cpu_name
 from benchmarks.against_trl.workloads import make_model
-from lockstep.cli.process.malloc import kernel_setting, with_tunables
-from lockstep.training.config.precision import has_fast_bf16
+from lockstep.cli.process import kernel_setting, with_tunables
+from lockstep.config.run import has_fast_bf16
 
 MEMORY = ("returned", "kept")
 _REPORTED = Path("/sys/module/page_reporting/parameters")

@@ -65,7 +65,7 @@ def main() -> None:
 @contextmanager
 def whole_vocabulary() -> Iterator[None]:
     """In this context, the trainer ignores the kept ids, and no gap stops it."""
-    from lockstep.training.forward.scoring import _Head
+    from lockstep.learn.scoring import _Head
     from lockstep.watch.engine import Proofs
 
     with ExitStack() as stack:

@@ -20,19 +20,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lockstep.contract.filters import filtered
+from lockstep.contract.distribution import filtered
 from lockstep.contract.sampling import Sampling
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.filters import IdRules
+from lockstep.learn.pack import pack_sequences
+from lockstep.learn.scoring import score_pack
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.token_logps import KeptSets, kept_logits, kept_logps, token_logps
 from lockstep.model_files import load_files
 from lockstep.models.resolve import resolve_model
-from lockstep.tokens.arrays import reals
-from lockstep.tokens.kept_ids import KeptIds
-from lockstep.training.batch.pack import pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.filters.id_rules import IdRules
-from lockstep.training.forward.filters.kept_logps import KeptSets, kept_logits, kept_logps
-from lockstep.training.forward.scoring import score_pack
-from lockstep.training.forward.token_logps import token_logps
+from lockstep.tokens.arrays import KeptIds, reals
 
 FILTERS = {
     "top_k 50": Sampling(1, top_k=50),

@@ -29,10 +29,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.against_trl.floors import cpu_name
 from benchmarks.against_trl.play import forget_peak, peak_bytes
-from lockstep.training.batch.pack import Pack, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.scoring import score_pack
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.pack import Pack, pack_sequences
+from lockstep.learn.scoring import score_pack
+from lockstep.learn.sequence import TrainingSequence
 
 WIDTH, LAYERS, VOCABULARY = 128, 2, 512
 LONGEST, SIZES = 32768, 5

@@ -143,7 +143,7 @@ def logs(method: str, model: str, folder: Path, steps: int, fields: Mapping[str,
     from datasets import Dataset
 
     import lockstep
-    from lockstep.report.log_lines import LogLines
+    from lockstep.report.live import LogLines
 
     draw = random.Random(0)
     data = Dataset.from_dict({"prompt": [draw.choice(LETTERS) for _ in range(256)]})

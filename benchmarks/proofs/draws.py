@@ -28,9 +28,8 @@ import torch
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from lockstep.training.forward.draw_sums import DrawSums
-from lockstep.watch.bets import BETS, TokenDraws, Values
-from lockstep.watch.draws import FALSE_ALARM, SLACK
+from lockstep.learn.token_logps import DrawSums
+from lockstep.watch.draws import BETS, FALSE_ALARM, SLACK, TokenDraws, Values
 
 _PROMPTS = (
     "The old lighthouse keeper looked out over the sea and",

@@ -29,7 +29,7 @@ from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
 from lockstep.extras.verify.stage import Stage
 from lockstep.watch.gap_explained import experts_of
-from lockstep.watch.rescoring import sampled_logps
+from lockstep.watch.plain_forward import sampled_logps
 
 # A family, and further fields of its config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

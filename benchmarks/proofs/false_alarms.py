@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--engine", default="vllm", choices=["vllm", "transformers"], help="the engine of the steps")
     parser.add_argument("--json", type=Path, default=Path("runs/bench/false_alarms.json"))
     args = parser.parse_args()
-    from lockstep.cli.process.quiet import quiet_libraries
+    from lockstep.cli.output import quiet_libraries
 
     quiet_libraries()
     found: dict[str, Any] = {}
@@ -84,8 +84,8 @@ def clean_syncs(model: str, max_syncs: int, dtype: str, seed: int, deadline: flo
     """Push changed weights `max_syncs` times, or until the deadline. After each push, probe every module and score the canary."""
     from lockstep.errors import ProofError
     from lockstep.extras.verify.stage import open_stage, stage_config
-    from lockstep.watch.canary import score_canary
     from lockstep.watch.gap import over_limits
+    from lockstep.watch.push import score_canary
     from lockstep.watch.tolerances import probe_limit
 
     worst = {"module_probe": 0.0, "canary_mean": 0.0, "canary_max": 0.0, "canary_k3": 0.0}
@@ -154,8 +154,8 @@ def clean_steps(
 
     from lockstep.errors import ProofError
     from lockstep.extras.verify.stage import stage_config
-    from lockstep.report.log_lines import LogLines
-    from lockstep.run.trainers.grpo import GRPOTrainer
+    from lockstep.report.live import LogLines
+    from lockstep.run.trainers.methods import GRPOTrainer
     from lockstep.watch.draws import DrawEvidence
     from lockstep.watch.receipt import RECEIPT, read_receipt
 

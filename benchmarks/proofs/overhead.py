@@ -102,12 +102,11 @@ def measure(steps: int, folder: str, fields: list[str], tokens: int = 0) -> list
     """
     from transformers import TrainerCallback
 
-    from lockstep.cli.fields.arguments import RunArguments, build, read
-    from lockstep.cli.fields.data import data_of
-    from lockstep.cli.process.quiet import quiet_libraries
-    from lockstep.report.log_lines import LogLines
-    from lockstep.run.trainers.grpo import GRPOTrainer
-    from lockstep.training.methods.grpo_config import GRPOConfig
+    from lockstep.cli.fields import RunArguments, build, data_of, read
+    from lockstep.cli.output import quiet_libraries
+    from lockstep.learn.methods.grpo import GRPOConfig
+    from lockstep.report.live import LogLines
+    from lockstep.run.trainers.methods import GRPOTrainer
 
     quiet_libraries()
     line = [

@@ -26,14 +26,13 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
 from lockstep.extras.fp8.quantised_proof import computing_in_8_bits, quantise_inputs
 from lockstep.extras.fp8.quantised_push import QuantisedPush, tensors_in_8_bits
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
-from lockstep.tokens.tokenizer import embedding_rows, load_tokenizer
-from lockstep.watch.canary import canary_sequences
+from lockstep.tokens.chat import embedding_rows, load_tokenizer
 from lockstep.watch.gap import GapStats, measure_gap
-from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import completion_logps
+from lockstep.watch.plain_forward import completion_logps
+from lockstep.watch.push import ProvenPusher, canary_sequences
 
 HALF, SINGLE, CONTEXT = Precision(torch.bfloat16), Precision(), 512
 TEXTS = (

@@ -121,29 +121,26 @@ def _places() -> list[tuple[str, Any, tuple[str, ...], Callable[[], bool]]]:
     import lockstep.watch.engine as proofs
     import lockstep.watch.evidence as evidence
     import lockstep.watch.run as watch
-    from lockstep.training.forward.draw_sums import DrawSums
-    from lockstep.training.step.update import Policy
-    from lockstep.watch.accumulation import AccumulationProof
+    from lockstep.learn.token_logps import DrawSums
+    from lockstep.learn.update import Policy
     from lockstep.watch.advantages import AdvantageProof
+    from lockstep.watch.custody import Record
     from lockstep.watch.draws import DrawEvidence
-    from lockstep.watch.ends import Ends
+    from lockstep.watch.elements import AccumulationProof, Drawn
+    from lockstep.watch.evidence import DrawnRows
     from lockstep.watch.finite_differences import Added
-    from lockstep.watch.forward import PlainForward
-    from lockstep.watch.hooks import HeldHooks
+    from lockstep.watch.forward import HeldHooks, PlainForward
     from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats
     from lockstep.watch.loss_gradient import LossGradient
     from lockstep.watch.model_gradient import ModelGradient
     from lockstep.watch.modules import ModuleProbe
-    from lockstep.watch.rates import Rates
+    from lockstep.watch.optimizer_rules import Rates
     from lockstep.watch.receipt import Receipt
     from lockstep.watch.reference import FrozenWeights
     from lockstep.watch.rewards import AskedAgain
-    from lockstep.watch.rows_of_logits import DrawnRows
-    from lockstep.watch.samples import Seeds
+    from lockstep.watch.samples import Ends, Seeds
     from lockstep.watch.settings import SettingsProof
-    from lockstep.watch.turns import Record
     from lockstep.watch.update import UpdateProof
-    from lockstep.watch.windows import Drawn
 
     found: list[tuple[str, Any, tuple[str, ...]]] = [
         (DIGEST, reading, ("tensor_digest",)),

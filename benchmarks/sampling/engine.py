@@ -48,10 +48,10 @@ def main() -> None:
 
 def started(model: str, setting: dict[str, Any]) -> tuple[Any, float]:
     """An engine after a first push of the model's weights, and the seconds that the engine took to start, without the push."""
+    from lockstep.config.run import engine_dtype
     from lockstep.engines.vllm.in_process import VLLMInProcess
     from lockstep.models.policy import load_policy
-    from lockstep.sync.push import push_weights
-    from lockstep.training.config.precision import engine_dtype
+    from lockstep.weights.push import push_weights
 
     policy = load_policy(model)
     start = time.perf_counter()
@@ -72,7 +72,7 @@ def requests(model: str, name: str, number: int) -> list[Any]:
     from benchmarks.against_trl.workloads import prompts, workload
     from lockstep.contract.protocol import GenerationRequest, RequestKey, request_seed
     from lockstep.contract.sampling import Sampling
-    from lockstep.tokens.tokenizer import load_tokenizer
+    from lockstep.tokens.chat import load_tokenizer
 
     work, tokenizer = workload(name), load_tokenizer(model)
     batch = []

@@ -28,9 +28,9 @@ import torch
 from benchmarks.against_trl.answering import AnsweringProcess
 from benchmarks.against_trl.floors import cpu_name
 from benchmarks.against_trl.workloads import make_model
-from lockstep.cli.process.malloc import kernel_setting, with_tunables
+from lockstep.cli.process import kernel_setting, with_tunables
+from lockstep.config.run import engine_dtype
 from lockstep.engines.vllm.arguments import usual_sequences
-from lockstep.training.config.precision import engine_dtype
 
 Round = dict[str, Any]
 

@@ -50,8 +50,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from benchmarks.against_trl.answering import PLAY, AnsweringProcess
 from benchmarks.against_trl.floors import cpu_name
 from benchmarks.against_trl.tool_model import CONTEXT, LINE, RESULT, SIZES, TURN, make_tool_model, question
-from lockstep.cli.process.malloc import kernel_setting, with_tunables
-from lockstep.watch.turns import Record
+from lockstep.cli.process import kernel_setting, with_tunables
+from lockstep.watch.custody import Record
 
 PARTS = ("waits", "turns", "step")
 # The goals: the largest wall time, divided by the floor, and the smallest rate with turns, divided by the rate of single turns.
@@ -135,15 +135,15 @@ class Play:
     """One engine, and the program that makes rollouts with it."""
 
     def __init__(self, model: str, *, threads: bool) -> None:
+        from lockstep.config.run import engine_dtype
         from lockstep.engines.vllm.in_process import VLLMInProcess
         from lockstep.models.policy import load_policy
         from lockstep.rollouts.programs.environments import Environments
         from lockstep.rollouts.programs.tool_program import ToolProgram
         from lockstep.rollouts.programs.tools import ToolCalls
-        from lockstep.sync.push import push_weights
-        from lockstep.tokens.conversation.extension import Extension
-        from lockstep.tokens.tokenizer import load_tokenizer
-        from lockstep.training.config.precision import engine_dtype
+        from lockstep.tokens.chat import load_tokenizer
+        from lockstep.tokens.extension import Extension
+        from lockstep.weights.push import push_weights
 
         self.tokenizer = load_tokenizer(model)
         dtype = engine_dtype("auto")

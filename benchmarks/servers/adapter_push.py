@@ -27,14 +27,14 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.extras.lora_alone.adapter_proof import AdapterPush, check_adapter_probe
 from lockstep.extras.lora_alone.adapter_source import adapter_shape
 from lockstep.models.adapters import add_adapter
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
-from lockstep.sync.push import push_weights, weights_of
-from lockstep.sync.source import Update
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.tokens.chat import load_tokenizer
 from lockstep.watch.modules import ModuleProbe
 from lockstep.watch.push import ProvenPusher, PushExtension, PushProof
+from lockstep.weights.push import push_weights, weights_of
+from lockstep.weights.source import Update
 
 MODEL = "smollm2-135m-instruct"
 ROUNDS = 5

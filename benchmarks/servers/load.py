@@ -95,7 +95,7 @@ def in_process() -> list[float]:
     from lockstep.engines.vllm.in_process import VLLMInProcess
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model
-    from lockstep.sync.push import push_weights
+    from lockstep.weights.push import push_weights
 
     path = resolve_model(MODEL)
     engine = VLLMInProcess(path, dtype=torch.float32, max_model_len=512, max_num_seqs=CONCURRENT)
@@ -115,7 +115,7 @@ def on_a_server(minutes: float) -> list[dict[str, float]]:
     from lockstep.connection import connect
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model
-    from lockstep.sync.push import push_weights
+    from lockstep.weights.push import push_weights
 
     sizes = ["--max_model_len", "512", "--max_num_seqs", str(CONCURRENT)]
     with serving("--dtype", "float32", *sizes) as (url, pid):

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("runs/bench/server_sync.json"))
     args = parser.parse_args()
     from benchmarks.servers.started import engine_process, serving
-    from lockstep.cli.process.quiet import quiet_libraries
+    from lockstep.cli.output import quiet_libraries
 
     quiet_libraries()
     with serving("--dtype", args.dtype, "--max_model_len", "512") as (url, supervisor):
@@ -77,8 +77,8 @@ def measure(url: str, server: int, dtype: str, rounds: int) -> list[dict[str, fl
     from lockstep.connection import connect
     from lockstep.models.policy import load_policy
     from lockstep.models.resolve import resolve_model
-    from lockstep.sync.push import push_weights
     from lockstep.watch.modules import ModuleProbe, check_probe
+    from lockstep.weights.push import push_weights
 
     model = load_policy(resolve_model(MODEL), None)
     tensors = [p.detach() for p in model.parameters()]

@@ -245,7 +245,7 @@ def from_test(engine: Any, generate: Any, requests: Any) -> list[Any]:
     """Completions whose ids come from a test's `generate`, with the log-probs of the engine's model."""
     import torch
 
-    from lockstep.contract.filters import processed_logprobs
+    from lockstep.contract.distribution import processed_logprobs
     from lockstep.contract.protocol import Completion
     from lockstep.tokens.arrays import reals, whole_numbers
 

@@ -4,21 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import InputError, LockstepError, ProofError
-from lockstep.other_builds import hide_other_builds
-from lockstep.terminal_log import show_messages
+from lockstep.start_up import hide_other_builds, show_messages
 
 if TYPE_CHECKING:
-    from lockstep.run.trainers.grpo import GRPOTrainer
-    from lockstep.run.trainers.online_dpo import OnlineDPOTrainer
-    from lockstep.run.trainers.ppo import PPOTrainer
-    from lockstep.run.trainers.reinforce_pp import ReinforcePPTrainer
-    from lockstep.run.trainers.rloo import RLOOTrainer
-    from lockstep.training.generate.rollouts.function import generate_rollout_completions
-    from lockstep.training.methods.grpo_config import GRPOConfig
-    from lockstep.training.methods.online_dpo import OnlineDPOConfig
-    from lockstep.training.methods.ppo import PPOConfig
-    from lockstep.training.methods.reinforce_pp import ReinforcePPConfig
-    from lockstep.training.methods.rloo import RLOOConfig
+    from lockstep.learn.methods.grpo import GRPOConfig
+    from lockstep.learn.methods.online_dpo import OnlineDPOConfig
+    from lockstep.learn.methods.ppo import PPOConfig
+    from lockstep.learn.methods.reinforce_pp import ReinforcePPConfig
+    from lockstep.learn.methods.rloo import RLOOConfig
+    from lockstep.run.programs import generate_rollout_completions
+    from lockstep.run.trainers.methods import GRPOTrainer, OnlineDPOTrainer, PPOTrainer, ReinforcePPTrainer, RLOOTrainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,17 +33,17 @@ __all__ = [
     "generate_rollout_completions",
 ]
 _WHERE = {
-    "GRPOConfig": "training.methods.grpo_config",
-    "GRPOTrainer": "run.trainers.grpo",
-    "OnlineDPOConfig": "training.methods.online_dpo",
-    "OnlineDPOTrainer": "run.trainers.online_dpo",
-    "PPOConfig": "training.methods.ppo",
-    "PPOTrainer": "run.trainers.ppo",
-    "ReinforcePPConfig": "training.methods.reinforce_pp",
-    "ReinforcePPTrainer": "run.trainers.reinforce_pp",
-    "RLOOConfig": "training.methods.rloo",
-    "RLOOTrainer": "run.trainers.rloo",
-    "generate_rollout_completions": "training.generate.rollouts.function",
+    "GRPOConfig": "learn.methods.grpo",
+    "GRPOTrainer": "run.trainers.methods",
+    "OnlineDPOConfig": "learn.methods.online_dpo",
+    "OnlineDPOTrainer": "run.trainers.methods",
+    "PPOConfig": "learn.methods.ppo",
+    "PPOTrainer": "run.trainers.methods",
+    "ReinforcePPConfig": "learn.methods.reinforce_pp",
+    "ReinforcePPTrainer": "run.trainers.methods",
+    "RLOOConfig": "learn.methods.rloo",
+    "RLOOTrainer": "run.trainers.methods",
+    "generate_rollout_completions": "run.programs",
 }
 
 

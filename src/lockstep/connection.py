@@ -1,8 +1,8 @@
 """A connection to running servers, for users with their own trainer: `lockstep.engines.connect(url)`.
 
-It has four methods: `update_weights`, `generate`, `score` and `verify`. `update_weights` loads a model's weights into the servers
-and proves that they hold them. The other methods raise an error if a server does not hold these weights. This module uses `sync/`
-and `watch/`, and does not use `training/`.
+It has four methods: `update_weights`, `generate`, `score` and `verify`. `update_weights` loads a model's weights into
+the servers and proves that they hold them. The other methods raise an error if a server does not hold these weights.
+This module uses `weights/` and `watch/`, and does not use `learn/`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedModel
 
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, RequestKey
-from lockstep.engines.http.server_calls import ServerCalls, check_urls
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.calls import ServerCalls, check_urls
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import InputError, ProofError
 from lockstep.extensions import PUSHES, load
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.server.keys import key_for
-from lockstep.sync.push import SyncRecord
-from lockstep.sync.wire.transport import WeightTransport, choose_transport
 from lockstep.watch.gap import GapStats
-from lockstep.watch.handshake import check_settings, expected_settings
 from lockstep.watch.modules import ProbeRecord
 from lockstep.watch.push import ProvenPusher, PushExtension
+from lockstep.watch.settings import check_settings, expected_settings
+from lockstep.weights.push import SyncRecord
+from lockstep.weights.wire.transport import WeightTransport, choose_transport
 
 
 class Connection:

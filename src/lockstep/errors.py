@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from os import PathLike, fspath
 from pathlib import Path
 
-from lockstep.secret import masked
-from lockstep.visible import visible
+from lockstep.safe_text import masked, visible
 
 
 class LockstepError(RuntimeError):

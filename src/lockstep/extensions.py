@@ -1,7 +1,7 @@
 """What the core asks of extras by name: where each thing stands, as `module:attribute`. It is imported when it is asked for.
 
-An extra is a folder of `lockstep.extras`. It may import everything, and nothing of the core imports it. A run that asks for no
-extra needs none of their packages.
+An extra is a folder of `lockstep.extras`. It may import everything, and nothing of the core imports it. A run that
+asks for no extra needs none of their packages.
 """
 
 from __future__ import annotations

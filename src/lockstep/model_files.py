@@ -1,7 +1,8 @@
 """The one place that loads configs, tokenizers, processors and models. It never runs code that comes with their files.
 
-A config names such code in `auto_map`. Without `trust_remote_code=False`, transformers asks on the terminal whether to run it, and
-takes the next line of the standard input for the answer. `tests/models/test_one_loader.py` finds other calls in this repository.
+A config names such code in `auto_map`. Without `trust_remote_code=False`, transformers asks on the terminal whether
+to run it, and takes the next line of the standard input for the answer. `tests/models/test_one_loader.py` finds other
+calls in this repository.
 """
 
 from __future__ import annotations

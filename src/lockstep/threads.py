@@ -1,11 +1,13 @@
 """Threads and event loops: a user's functions run within a time limit, and programs beside blocking work.
 
-- A user's plain function runs in the caller's thread, because functions may use signals of their own (math-verify does), which only
-  the main thread can. What it changed for the whole process is undone.
-- A user's coroutine functions share one event loop, as in TRL: clients and semaphores belong to the loop in which they were first
-  used. The loop has a thread of its own. So a function that blocks it is waited for no longer than its time, and the calling thread
-  may have a running loop (as in a notebook). The thread does not keep the process alive.
-- `CallLoop` runs coroutines of Lockstep for other threads. A program that blocks its own thread does not delay calls to a server.
+- A user's plain function runs in the caller's thread, because functions may use signals of their own (math-verify
+  does), which only the main thread can. What it changed for the whole process is undone.
+- A user's coroutine functions share one event loop, as in TRL: clients and semaphores belong to the loop in which
+  they were first used. The loop has a thread of its own. So a function that blocks it is waited for no longer than
+  its time, and the calling thread may have a running loop (as in a notebook). The thread does not keep the process
+  alive.
+- `CallLoop` runs coroutines of Lockstep for other threads. A program that blocks its own thread does not delay calls
+  to a server.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lockstep.errors import InputError, LockstepError
-from lockstep.report.waits import waiting
+from lockstep.progress import waiting
 
 _logger = logging.getLogger(__name__)
 

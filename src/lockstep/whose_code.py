@@ -1,7 +1,8 @@
 """Tells the user's own code from Lockstep, Python's library and installed packages. Every part that needs to know asks here.
 
-`importlib.metadata` knows which files belong to installed distributions, wherever these lie: in this environment, in the system's
-packages, or in a folder that a `.pth` file or a link names. A distribution that was installed as editable is the user's own code.
+`importlib.metadata` knows which files belong to installed distributions, wherever these lie: in this environment, in
+the system's packages, or in a folder that a `.pth` file or a link names. A distribution that was installed as
+editable is the user's own code.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from lockstep.algorithms.advantages import (
     normalised_reward_advantages,
     whiten,
 )
-from lockstep.algorithms.corrections import importance_weights
-from lockstep.algorithms.divergence import k1
+from lockstep.algorithms.corrections import importance_weights, k1
 
 pytest.importorskip("trl", reason="TRL is not installed here")
 

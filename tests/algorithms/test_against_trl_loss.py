@@ -14,18 +14,16 @@ import torch
 from portions import portion
 from trl_batches import Batch, ids_of, random_batch, without_model
 
-from lockstep.algorithms.corrections import importance_weights
-from lockstep.algorithms.divergence import k3
-from lockstep.algorithms.masks import high_entropy_mask, off_policy_mask
-from lockstep.algorithms.policy_loss import (
+from lockstep.algorithms.corrections import high_entropy_mask, importance_weights, k3, off_policy_mask
+from lockstep.algorithms.losses import (
     TokenLoss,
     cispo_loss,
     clipped_policy_loss,
     importance_ratios,
     sapo_loss,
     token_weights,
+    vespo_loss,
 )
-from lockstep.algorithms.sequence_loss import vespo_loss
 
 pytest.importorskip("trl", reason="TRL is not installed here")
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from trl_batches import JUNK, Batch, ids_of, random_batch, without_model
 
-from lockstep.algorithms.policy_loss import clipped_policy_loss
-from lockstep.algorithms.preference_loss import choose, preference_loss
+from lockstep.algorithms.losses import choose, clipped_policy_loss, preference_loss
 
 pytest.importorskip("trl", reason="TRL is not installed here")
 

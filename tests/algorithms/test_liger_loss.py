@@ -13,7 +13,7 @@ import torch
 from test_against_trl_loss import LIMIT, LOSSES, SAPO, VESPO, Case, cases, correction_of, our_loss
 from trl_batches import Batch, random_batch
 
-from lockstep.training.forward.token_logps import token_logps
+from lockstep.learn.token_logps import token_logps
 
 pytest.importorskip("liger_kernel", reason="Liger is not installed here")
 

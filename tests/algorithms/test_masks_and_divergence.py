@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.divergence import k1, k2, k3
-from lockstep.algorithms.masks import high_entropy_mask, off_policy_mask
+from lockstep.algorithms.corrections import high_entropy_mask, k1, k2, k3, off_policy_mask
 from lockstep.algorithms.segments import Segments
 
 

@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.policy_loss import (
+from lockstep.algorithms.losses import (
     cispo_loss,
     clipped_policy_loss,
     importance_ratios,
     prompt_weights,
     sapo_loss,
     token_weights,
+    vespo_loss,
 )
 from lockstep.algorithms.segments import Segments
-from lockstep.algorithms.sequence_loss import vespo_loss
 
 lengths_of_step = st.lists(st.integers(1, 20), min_size=1, max_size=10)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.preference_loss import choose, preference_loss
+from lockstep.algorithms.losses import choose, preference_loss
 
 logps = st.floats(-20, 0)
 

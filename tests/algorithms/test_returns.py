@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.algorithms.returns import clipped_value_loss, generalised_advantages, rewards_to_go
+from lockstep.algorithms.advantages import clipped_value_loss, generalised_advantages, rewards_to_go
 from lockstep.algorithms.segments import Segments
 
 lengths_of_batch = st.lists(st.integers(0, 7), min_size=1, max_size=6)

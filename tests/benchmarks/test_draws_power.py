@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.proofs import draws as benchmark
-from lockstep.watch.bets import BETS
-from lockstep.watch.draws import DrawEvidence, DrawStats
+from lockstep.watch.draws import BETS, DrawEvidence, DrawStats
 
 
 def test_the_evidence_along_the_tokens_is_that_of_a_first_generation() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.proofs import seconds as proof_seconds
 from benchmarks.proofs.seconds import FORWARD, Seconds, Spent
-from lockstep.training.step.update import Policy
+from lockstep.learn.update import Policy
 from lockstep.watch.draws import DrawEvidence, DrawStats
 
 

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Trainer
 
 import lockstep
 from lockstep.contract.protocol import Completion, Engine
-from lockstep.models.vision import model_class
+from lockstep.models.policy import model_class
 
 COMMON: dict[str, Any] = {
     "max_steps": 2,

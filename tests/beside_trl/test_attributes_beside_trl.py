@@ -15,8 +15,7 @@ from pairs import _loaded, _tokenizer, _trl
 from transformers import Trainer
 
 from lockstep.contract.protocol import Engine
-from lockstep.run.trainers.attribute import Absent
-from lockstep.run.trainers.trl_names import TRLNames
+from lockstep.run.trainers.trl_names import Absent, TRLNames
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 pytest.importorskip("trl")

@@ -32,7 +32,7 @@ import lockstep
 from lockstep.contract.protocol import Engine, RequestKey
 from lockstep.engines.vllm.port.requests import completion
 from lockstep.errors import InputError
-from lockstep.sync.push import push_weights
+from lockstep.weights.push import push_weights
 
 pytest.importorskip("trl", reason="TRL is not installed here")
 

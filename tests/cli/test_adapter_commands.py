@@ -11,12 +11,11 @@ import pytest
 import yaml
 from test_method_commands import GROUPS, config, curve, home
 
-from lockstep.cli.fields.adapter import AdaptedRunArguments, adapter_arguments, settings_of
-from lockstep.cli.fields.arguments import RunArguments, build, read
+from lockstep.cli.fields import AdaptedRunArguments, RunArguments, adapter_arguments, build, read, settings_of
 from lockstep.cli.main import main
 from lockstep.errors import InputError
+from lockstep.learn.methods.grpo import GRPOConfig
 from lockstep.models import quantised
-from lockstep.training.methods.grpo_config import GRPOConfig
 
 __all__ = ["home"]
 
@@ -39,7 +38,7 @@ def test_an_adapter_is_trained_and_gone_on_with(
     asked = []
     check = quantised.check_quantization
     monkeypatch.setattr(
-        "lockstep.training.forward.policy.check_quantization",
+        "lockstep.learn.policy.check_quantization",
         lambda wanted, lora: (asked.append(wanted), check(wanted, lora)),
     )
     path = config(home, untied_dir, **{**fields, **LORA, "load_in_4bit": four_bits})

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lockstep.cli.fields.arguments import RunArguments, build, read
-from lockstep.cli.fields.description import check_names, fields_of
+from lockstep.cli.fields import RunArguments, build, read
+from lockstep.cli.help import check_names, fields_of
 from lockstep.cli.main import main
 from lockstep.errors import InputError
-from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.learn.methods.grpo import GRPOConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

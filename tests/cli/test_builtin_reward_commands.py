@@ -19,7 +19,7 @@ from tiny import make_model, make_tokenizer
 from lockstep.cli.main import main
 from lockstep.rollouts.group import RolloutGroup
 from lockstep.run.loop import TrainingLoop
-from lockstep.tasks.builtin_rewards import accuracy
+from lockstep.tasks.rewards import accuracy
 
 RESULTS = range(2, 6)
 SPOKEN = [*(rf"\boxed{{{n}}}" for n in RESULTS), "<think>", "</think>"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.collector import collector_off
+from lockstep.start_up import collector_off
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from lockstep.cli.completion import script
-from lockstep.cli.fields.recipes import recipe_names
+from lockstep.cli.help import recipe_names
 from lockstep.cli.main import COMMANDS, main
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.fields.describe import CLASSES, as_text, describe
-from lockstep.cli.fields.description import FIELDS_FILE, fields_of, is_shown
+from lockstep.cli.describe import CLASSES, as_text, describe
+from lockstep.cli.help import FIELDS_FILE, fields_of, is_shown
 from lockstep.cli.main import main
-from lockstep.training.config.option import GROUPS
+from lockstep.config.option import GROUPS
 from lockstep.watch.receipt import Receipt
 
 # Runs command lines in one process, and prints after each command line which modules it has imported.

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cli import fields as data
 from lockstep.cli import main as command_line
-from lockstep.cli.fields import data
-from lockstep.cli.process.guard import run_to_its_end
+from lockstep.cli.process import run_to_its_end
 from lockstep.errors import LockstepError
 
 START = """
 import os, signal, sys
-from lockstep.cli.process.guard import run_to_its_end, split_in_two
+from lockstep.cli.process import run_to_its_end, split_in_two
 split_in_two()
 """
 

@@ -13,9 +13,8 @@ import pytest
 
 from lockstep.cli.main import main
 from lockstep.errors import InputError
-from lockstep.homes import expanded, missing_home
 from lockstep.models.packaged import cache_dir
-from lockstep.private_caches import FOLDERS, use_private_caches
+from lockstep.private_caches import FOLDERS, expanded, missing_home, use_private_caches
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import other_builds
-from lockstep.cli.fields.recipes import recipe_file, recipe_names
+from lockstep import start_up as other_builds
+from lockstep.cli.help import recipe_file, recipe_names
 from lockstep.cli.main import main
 from lockstep.errors import InputError
 from lockstep.models import packaged
-from lockstep.other_builds import hide_other_builds
+from lockstep.start_up import hide_other_builds
 
 ROOT = Path(__file__).parents[2]
 

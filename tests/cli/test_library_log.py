@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import logging, os, subprocess, sys, warnings
 from pathlib import Path
-from lockstep.cli.process.library_log import libraries_aside
+from lockstep.cli.output import libraries_aside
 from lockstep.errors import InputError
 
 kind, folder = sys.argv[1], Path(sys.argv[2])

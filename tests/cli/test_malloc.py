@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.cli.process.malloc import kernel_setting, with_tunables
+from lockstep.cli.process import kernel_setting, with_tunables
 
 HUGE, KEEP = "glibc.malloc.hugetlb=1", "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=1099511627776"
 ASKED = f"{HUGE}:{KEEP}"
@@ -19,7 +19,7 @@ ASKING_KERNEL = "always [madvise] never\n"
 CHILD = """
 import os, re, sys
 from pathlib import Path
-from lockstep.cli.process import malloc
+from lockstep.cli import process as malloc
 malloc._SETTING = Path(sys.argv[1])
 malloc.start_anew_with_tunables()
 block = bytearray(64 << 20)

@@ -17,8 +17,7 @@ from tiny import save_model
 from transformers import AutoModelForCausalLM
 
 from lockstep.cli.main import main
-from lockstep.cli.past_runs.compare import differing, read_past_run, sections
-from lockstep.cli.past_runs.next_commands import next_lines
+from lockstep.cli.past_runs import differing, next_lines, read_past_run, sections
 from lockstep.models.policy import load_policy
 
 PARITY = {"checked_tokens": 9, "failed": 0, "mean_abs_gap": 1e-6, "max_abs_gap": 1e-5}

@@ -18,7 +18,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
 from lockstep import GRPOTrainer
 from lockstep.cli.main import main
-from lockstep.engines.vllm.workers.start import start_vllm
+from lockstep.engines.vllm.start import start_vllm
 from lockstep.errors import InputError
 from lockstep.private_caches import FOLDERS, private_caches, use_private_caches, why_not_private
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from portions import portion
 
-from lockstep.cli.process.streams import lasting
+from lockstep.cli.output import lasting
 
 LOCKSTEP = f"{sys.executable} -m lockstep.cli.main"
 # A command that takes the place of the work. The process, its streams, the fork and the ends are the real ones.
@@ -19,14 +19,14 @@ import sys
 from lockstep.cli import main as cli
 
 def work(command, words):
-    from lockstep.cli.process.guard import run_to_its_end
-    from lockstep.report.terminal import Terminal
+    from lockstep.cli.process import run_to_its_end
+    from lockstep.terminal import Terminal
     import logging
     with run_to_its_end():
         for number in range(600):
             Terminal(width=80).print(f"step {{number}}")
             print("a reward function prints " * 9)
-            logging.getLogger("lockstep.training").warning("a warning")
+            logging.getLogger("lockstep.learn").warning("a warning")
     open("ended", "w").close()
     return {code}
 
@@ -121,7 +121,7 @@ def test_the_real_command_says_everything_that_somebody_can_read(
 
 def test_a_closed_stream_gives_its_number_to_no_file(tmp_path: Path) -> None:
     program = (
-        "import os, sys\nfrom lockstep.cli.process.streams import open_streams\nopen_streams()\n"
+        "import os, sys\nfrom lockstep.cli.output import open_streams\nopen_streams()\n"
         "with open('weights', 'wb') as file:\n    os.write(1, b'native code prints')\n    os.write(2, b'and warns')\n"
         "    file.write(b'good')\n"
     )
@@ -132,7 +132,7 @@ def test_a_closed_stream_gives_its_number_to_no_file(tmp_path: Path) -> None:
 
 def test_a_trainer_in_a_script_does_not_end_with_its_reader(tmp_path: Path) -> None:
     program = (
-        "from lockstep.report.terminal import Terminal\nimport lockstep, logging\nconsole = Terminal()\n"
+        "from lockstep.terminal import Terminal\nimport lockstep, logging\nconsole = Terminal()\n"
         "for n in range(2000):\n    console.print('a line of the trainer')\n"
         "    logging.getLogger('lockstep.x').warning('warned')\n"
         "open('ended', 'w').close()\n"

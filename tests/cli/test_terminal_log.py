@@ -10,7 +10,7 @@ import pytest
 SAY = """
 logging.getLogger("lockstep.run.loop").info("a note")
 logging.getLogger("lockstep.run.loop").warning("a warning")
-logging.getLogger("lockstep.training.config.checks").warning("a setting")
+logging.getLogger("lockstep.config.checks").warning("a setting")
 """
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from lockstep.cli.fields.inputs import factory_names
+from lockstep.cli.fields import factory_names
 from lockstep.cli.main import main
 from lockstep.errors import InputError
 

@@ -12,7 +12,7 @@ from servers import KEY, Server, connect
 from tiny import make_model, perturbed
 
 from lockstep.cli.main import main
-from lockstep.sync.push import push_weights
+from lockstep.weights.push import push_weights
 
 pytestmark = VLLM
 

@@ -20,18 +20,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, derived_seed
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import LockstepError
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.conversation import Conversation, single_turn
 from lockstep.rollouts.driver import Driver, Start, starts_for
 from lockstep.rollouts.group import Prompt
-from lockstep.sync.push import push_weights
-from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.watch.rescoring import completion_logps
-from lockstep.watch.turns import Record
+from lockstep.tokens.chat import load_tokenizer
+from lockstep.watch.custody import Record
+from lockstep.watch.plain_forward import completion_logps
+from lockstep.weights.push import push_weights
 
 INSERTED = (77, 78, 79)
 PROMPTS = [Prompt(f"row/{i}", (5 + i, 9, 11, 40), "text") for i in range(4)]

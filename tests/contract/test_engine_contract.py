@@ -19,9 +19,9 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt
-from lockstep.sync.push import push_weights
-from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.watch.turns import Record
+from lockstep.tokens.chat import load_tokenizer
+from lockstep.watch.custody import Record
+from lockstep.weights.push import push_weights
 
 END_ID = 0
 

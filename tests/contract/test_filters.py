@@ -13,11 +13,10 @@ from by_the_book import kept_set, logprob, shaped
 from tiny import make_model, make_tokenizer
 from transformers import PreTrainedModel
 
-from lockstep.contract.grammars import GrammarCompiler
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey
-from lockstep.contract.sampling import Grammar, Sampling
+from lockstep.contract.sampling import Grammar, GrammarCompiler, Sampling
 from lockstep.errors import InputError, LockstepError
-from lockstep.sync.push import push_weights
+from lockstep.weights.push import push_weights
 
 END_ID = 0
 VOCABULARY = 384

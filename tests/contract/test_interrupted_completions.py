@@ -19,9 +19,9 @@ from lockstep.rollouts.conversation import single_turn
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
-from lockstep.sync.push import push_weights
-from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.watch.turns import Record
+from lockstep.tokens.chat import load_tokenizer
+from lockstep.watch.custody import Record
+from lockstep.weights.push import push_weights
 
 AFTER, LIMIT = 6, 24
 INSERTED = (77, 78, 79)

@@ -11,8 +11,8 @@ import pytest
 from transformers import TrainingArguments
 
 import lockstep
+from lockstep.config.table import options_of
 from lockstep.run.trainers.online import OnlineTrainer
-from lockstep.training.config.options import options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINERS = [name for name in lockstep.__all__ if name.endswith("Trainer")]

@@ -21,7 +21,7 @@ EVERY = sorted(DOCS.rglob("*.md"))
 # Reference pages are as long as what they list; internals are for people who change Lockstep.
 USERS = [page for page in EVERY if page.relative_to(DOCS).parts[0] not in ("reference", "internals")]
 README = ROOT / "README.md"
-FIELDS = json.loads((ROOT / "src/lockstep/cli/fields/fields.json").read_text())
+FIELDS = json.loads((ROOT / "src/lockstep/cli/fields.json").read_text())
 KNOWN = {command: {*FIELDS["shared"], *own} for command, own in FIELDS.items() if command != "shared"}
 # Words that every command takes. `serve` passes on arguments of vLLM's server.
 GENERAL = {"config", "dry_run", "help", "help_all", "version"}

@@ -9,8 +9,8 @@ import torch
 
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
+from lockstep.learn.methods.grpo import GRPOConfig
 from lockstep.server.command import ServeOptions, command_line
-from lockstep.training.methods.grpo_config import GRPOConfig
 
 
 def test_adapters_alone_with_a_float32_engine_are_refused_on_a_gpu(

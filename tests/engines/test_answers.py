@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lockstep.contract.inbox import check_answers, check_requests, check_scores
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey, request_seed
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.requests.messages import completion_from, scores_from, stamps_of
+from lockstep.engines.servers.messages import completion_from, scores_from, stamps_of
 from lockstep.errors import InputError, LockstepError, ProofError
-from lockstep.tokens.kept_ids import KeptIds
+from lockstep.tokens.arrays import KeptIds
 
 
 def request(prompt: int, sample: int = 0) -> GenerationRequest:

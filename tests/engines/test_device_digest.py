@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.contract import device_digest
-from lockstep.contract.device_digest import device_digests, digest_texts
+from lockstep.contract import tensors as device_digest
+from lockstep.contract.tensors import device_digests, digest_texts
 
 KEY = 0x0123456789ABCDEF0123456789ABCDEF
 _ALL = 1 << 64

@@ -6,8 +6,7 @@ import pytest
 import torch
 from tiny import make_tokenizer
 
-from lockstep.contract.grammars import GrammarCompiler
-from lockstep.contract.sampling import Grammar
+from lockstep.contract.sampling import Grammar, GrammarCompiler
 from lockstep.errors import ProofError
 
 GRAMMARS = [

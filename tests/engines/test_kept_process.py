@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import needs_vllm, start
 
-from lockstep.engines.vllm.workers.kept_process import nothing_frozen, process_kept
+from lockstep.engines.vllm.start import nothing_frozen, process_kept
 
 
 def state() -> dict[str, Any]:

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engines.vllm.workers import leftovers
-from lockstep.engines.vllm.workers.environment import socket_folder
+from lockstep.engines.vllm import environment as leftovers
+from lockstep.engines.vllm.environment import socket_folder
 
 SHARED = Path("/dev/shm")
 # An owner whose engine uses a file in shared memory; it waits to be killed.
 OWNER = """
 import mmap, os, sys
 from pathlib import Path
-from lockstep.engines.vllm.workers import leftovers
+from lockstep.engines.vllm import environment as leftovers
 folder = Path(sys.argv[1])
 with leftovers.owned(folder), open(sys.argv[2], "r+b") as file:
     used = mmap.mmap(file.fileno(), 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.engines.http.pauses import Pauses
+from lockstep.engines.servers.set import Pauses
 
 
 @pytest.mark.parametrize("ahead", [True, False])

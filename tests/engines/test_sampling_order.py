@@ -1,4 +1,4 @@
-"""`contract/filters.py` computes the distribution that `Sampling` defines. The order of its steps is vLLM's."""
+"""`contract/distribution.py` computes the distribution that `Sampling` defines. The order of its steps is vLLM's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draws import draws
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.contract.filters import banned_ids, processed_logprobs
+from lockstep.contract.distribution import banned_ids, processed_logprobs
 from lockstep.contract.sampling import Sampling
 
 V = 40

@@ -13,8 +13,8 @@ from conftest import VLLM
 from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.arguments import MAX_KEPT_IDS
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.engines.vllm.port.engine import request_limits, searches_top_p
 from lockstep.engines.vllm.port.kept_ids import SecondRunnerKeptIds
-from lockstep.engines.vllm.port.settings import request_limits, searches_top_p
 from lockstep.errors import InputError
 
 pytestmark = VLLM

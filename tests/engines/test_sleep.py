@@ -21,13 +21,13 @@ from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.port import sleep
+from lockstep.engines.vllm.port import engine as sleep
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.extras.trl.proven_engine import ProvenEngine
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.run import source
-from lockstep.sync.push import let_sleep
 from lockstep.watch.push import ProvenPusher
+from lockstep.weights.push import let_sleep
 
 pytestmark = VLLM
 REQUEST = GenerationRequest(RequestKey("p", 0), (7, 8, 9), Sampling(8), 5)

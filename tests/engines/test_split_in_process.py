@@ -36,12 +36,12 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.extras.lora_alone.adapter_proof import AdapterPush
 from lockstep.extras.lora_alone.adapter_source import adapter_shape
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.run.engine import transport_here
-from lockstep.sync.push import let_sleep, push_weights
 from lockstep.watch.modules import ModuleProbe
+from lockstep.watch.plain_forward import completion_logps
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import completion_logps
+from lockstep.weights.push import let_sleep, push_weights
 
 pytestmark = VLLM
 REQUESTS = [GenerationRequest(RequestKey(f"p{i}", 0), (7, 8, 9 + i), Sampling(16), 50 + i) for i in range(6)]

@@ -15,7 +15,7 @@ from lockstep.contract.sampling import Sampling
 from lockstep.engines import transformers_engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.run.engine import start_here
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.tokens.chat import load_tokenizer
 
 
 def test_an_engine_that_was_closed_can_be_closed_again(untied_dir: str) -> None:

@@ -17,7 +17,7 @@ from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.port.patches import count_at_least
 from lockstep.models.policy import load_policy
-from lockstep.sync.push import push_weights
+from lockstep.weights.push import push_weights
 
 
 @draws(40)

@@ -18,8 +18,8 @@ from lockstep.contract.protocol import Completion, Engine, GenerationRequest, Re
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.port.kept_ids import kept_ids_from, kept_rows, record_kept_ids
-from lockstep.sync.push import push_weights
 from lockstep.tokens.arrays import BadValues
+from lockstep.weights.push import push_weights
 
 
 @draws(40)

@@ -15,14 +15,14 @@ from tiny import CONTEXT, make_model
 from lockstep import GRPOConfig
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Grammar, Sampling
-from lockstep.engines.http.requests.messages import generation_body
+from lockstep.engines.servers.messages import generation_body
 from lockstep.engines.vllm import in_process as vllm_inprocess
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.engines.vllm.port.patches import find_files_by_name
 from lockstep.engines.vllm.port.requests import check_sent, completion, fields_of, sampling_fields, sampling_params
 from lockstep.errors import ProofError
-from lockstep.sync.push import push_weights
-from lockstep.training.memory import Room, RunModels, memory_of_run
+from lockstep.learn.memory import Room, RunModels, memory_of_run
+from lockstep.weights.push import push_weights
 
 
 @pytest.mark.vllm

@@ -22,10 +22,10 @@ from conftest import needs_vllm
 from forked import Program
 
 from lockstep import GRPOConfig
+from lockstep.engines.vllm import start
+from lockstep.engines.vllm.environment import process_start, socket_folder
 from lockstep.engines.vllm.port.patches import keep_process_group
-from lockstep.engines.vllm.workers import start
-from lockstep.engines.vllm.workers.environment import process_start, socket_folder
-from lockstep.engines.vllm.workers.start import number_of_workers
+from lockstep.engines.vllm.start import number_of_workers
 from lockstep.errors import InputError
 from lockstep.extras.trl.trl_inputs import check_parameters
 from lockstep.run import engine as engine_choice
@@ -36,7 +36,7 @@ SCRIPT = """
 import multiprocessing, sys
 from contextlib import nullcontext
 from pathlib import Path
-from lockstep.engines.vllm.workers.environment import process_start
+from lockstep.engines.vllm.environment import process_start
 print("trains", flush=True)
 with process_start(2, Path("/tmp")) if sys.argv[1] == "ours" else nullcontext():
     child = multiprocessing.get_context("spawn").Process(target=print, args=("child", ))
@@ -90,7 +90,7 @@ def test_a_script_without_a_guard_is_not_run_again_by_the_processes_of_the_engin
 # What a worker does at its start, when vLLM loads our plug-in. The worker then loads its model, which may take minutes.
 WORKER = """
 import time
-from lockstep.engines.vllm.workers.environment import end_with_trainer
+from lockstep.engines.vllm.environment import end_with_trainer
 end_with_trainer()
 print("loads", flush=True)
 time.sleep(600)
@@ -98,7 +98,7 @@ time.sleep(600)
 TRAINER = """
 import multiprocessing, time
 from pathlib import Path
-from lockstep.engines.vllm.workers.environment import process_start
+from lockstep.engines.vllm.environment import process_start
 with process_start(2, Path("/tmp")):
     worker = multiprocessing.get_context("spawn").Process(target=exec, args=({worker!r},), daemon=True)
     worker.start()

@@ -22,15 +22,14 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.extras.selftest.seams import Between
 from lockstep.extras.verify.stage import Stage
+from lockstep.learn.generation import prepare_generation
+from lockstep.learn.methods.grpo import GRPOConfig, GRPOObjective
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt
-from lockstep.run.trainers.grpo import GRPOTrainer
-from lockstep.sync.push import push_weights
-from lockstep.tokens.tokenizer import fit_vocabulary
-from lockstep.training.methods.grpo import GRPOObjective
-from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.step.generation import prepare_generation
-from lockstep.watch.turns import Record
+from lockstep.run.trainers.methods import GRPOTrainer
+from lockstep.tokens.chat import fit_vocabulary
+from lockstep.watch.custody import Record
+from lockstep.weights.push import push_weights
 
 KNOWN = [f"{letter}{i}" for letter, count in zip("TLWPA", (6, 5, 8, 6, 6), strict=True) for i in range(1, count + 1)]
 
@@ -211,7 +210,7 @@ def test_a4_truncation_is_the_engines_word(stage: Stage) -> None:
 
 
 def test_weights_of_an_adapter_are_not_taken_for_those_of_its_model(untied_dir: str) -> None:
-    # An unknown wrapper has names that the engine does not have; LoRA has its own source (sync/merged.py).
+    # An unknown wrapper has names that the engine does not have; LoRA has its own source (weights/merged.py).
     engine = start("transformers", untied_dir)
     with pytest.raises(ProofError, match="manifest"):
         push_weights(torch.nn.ModuleDict({"base_model": make_model()}), engine, 1)

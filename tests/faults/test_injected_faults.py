@@ -27,8 +27,8 @@ from lockstep.extras.selftest.seams import REACH, Fault, Patch, is_vllm
 from lockstep.extras.selftest.self_test import FAULTS, Verdict, print_verdicts, run_self_test, verdict_of
 from lockstep.extras.verify.run_checks import recover
 from lockstep.extras.verify.stage import Stage
-from lockstep.tokens.end import end_ids
-from lockstep.watch.rescoring import completion_logps
+from lockstep.tokens.chat import end_ids
+from lockstep.watch.plain_forward import completion_logps
 
 NO_FAULT = Fault("none", "no fault at all", lambda stage: nullcontext())
 # The proofs that may stop each fault. Where there are two, the sampled tokens decide which one comes first.

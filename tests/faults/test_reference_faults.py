@@ -18,9 +18,9 @@ from transformers import TrainerCallback
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.models.autocast import Precision
-from lockstep.training.forward import reference as references
-from lockstep.watch.reference_outputs import ReferenceOutputs
+from lockstep.learn import policy as references
+from lockstep.models.arithmetic import Precision
+from lockstep.watch.reference import ReferenceOutputs
 
 KL: dict[str, dict[str, Any]] = {
     "GRPO": {**GROUPS, "beta": 0.1},

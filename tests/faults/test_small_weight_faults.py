@@ -29,7 +29,7 @@ def clean(stage: Stage):  # type: ignore[no-untyped-def]
 
 def push_unproven(stage: Stage) -> None:
     """Push all weights without the probe, as a trainer without proofs would do."""
-    from lockstep.sync.push import forget_push, push_weights
+    from lockstep.weights.push import forget_push, push_weights
 
     stage.trainer.state.global_step += 1
     # No weight has changed since the last push.

@@ -19,9 +19,9 @@ import lockstep
 from lockstep.errors import ProofError
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.prompts import ImagePrompts
-from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.learn import scoring
+from lockstep.run.trainers.methods import GRPOTrainer
 from lockstep.run.trainers.online import OnlineTrainer
-from lockstep.training.forward import scoring
 
 
 def by_length(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -142,7 +142,7 @@ def leave_pixels_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count_positions_in_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer counts tokens, as a model of transformers does without `mm_token_type_ids`."""
-    from lockstep.training.batch import pack
+    from lockstep.learn import pack
 
     def flat(sequences: Any, nodes: Any, size: int) -> torch.Tensor:
         found = torch.zeros(3, size, dtype=torch.long)

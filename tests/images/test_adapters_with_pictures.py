@@ -16,11 +16,11 @@ from transformers import BitsAndBytesConfig
 
 from lockstep.errors import InputError, ProofError
 from lockstep.images.prompts import ImagePrompts
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.pack import pack_sequences
 from lockstep.models.adapters import add_adapter
-from lockstep.run.trainers.grpo import GRPOTrainer
-from lockstep.sync.push import weights_of
-from lockstep.training.batch.pack import pack_sequences
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+from lockstep.run.trainers.methods import GRPOTrainer
+from lockstep.weights.push import weights_of
 
 LIMIT = 1e-3
 

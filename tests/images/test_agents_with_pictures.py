@@ -13,8 +13,8 @@ from looking import gaps, look, same_grid_rows
 from openai import OpenAI
 from seeing import mixed_rows, picture, save_seeing
 
-from lockstep.images.data_urls import to_data_url
-from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.images.urls import to_data_url
+from lockstep.run.trainers.methods import GRPOTrainer
 
 CLIENT = OpenAI(base_url="http://127.0.0.1:1", api_key="none", timeout=60, max_retries=0)
 

@@ -25,7 +25,7 @@ from lockstep.errors import InputError
 from lockstep.images import prompts
 from lockstep.images.pictures import model_inputs
 from lockstep.images.prompts import ImagePrompts
-from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.methods import GRPOTrainer
 
 LIMIT = 1e-3
 # The tests of the other files are of Qwen2.5-VL.

@@ -24,10 +24,10 @@ from test_pictures_in_turns import play
 from test_turns_on_vllm import check
 from tiny import CONTEXT
 
-from lockstep.engines.http.requests import messages as server_messages
-from lockstep.engines.http.requests import pictures as server_pictures
-from lockstep.engines.http.requests import sending as server_requests
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers import messages as server_messages
+from lockstep.engines.servers import messages as server_pictures
+from lockstep.engines.servers import requests as server_requests
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import ProofError
 from lockstep.watch.modules import ModuleProbe
 

@@ -23,7 +23,7 @@ from tiny import CONTEXT
 from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
-from lockstep.training.forward import scoring
+from lockstep.learn import scoring
 from lockstep.watch.modules import ModuleProbe
 
 pytestmark = [*VLLM, pytest.mark.long]

@@ -12,12 +12,10 @@ from PIL import Image
 from seeing import save_seeing
 
 from lockstep.cli.main import main
-from lockstep.images.data_urls import is_data_url
-from lockstep.images.reading import opened
-from lockstep.images.thumbnails import thumbnails_of_messages, thumbnails_of_row
-from lockstep.report.page.pictures import render_pictures
-from lockstep.report.page.rollouts import evaluations_section
-from lockstep.tasks.dots import dots
+from lockstep.images.reading import opened, thumbnails_of_messages, thumbnails_of_row
+from lockstep.images.urls import is_data_url
+from lockstep.report.page.rollouts import evaluations_section, render_pictures
+from lockstep.tasks.builtin import dots
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "images.yaml"
 COLORS = {"red": (214, 39, 40), "blue": (31, 119, 180), "green": (44, 160, 44), "orange": (255, 127, 14)}

@@ -11,8 +11,7 @@ from seeing import make_seeing, make_seeing_tokenizer, picture, save_seeing
 
 from lockstep import GRPOConfig
 from lockstep.errors import InputError
-from lockstep.images.limits import PictureLimits
-from lockstep.images.prompts import ImagePrompts
+from lockstep.images.prompts import ImagePrompts, PictureLimits
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from lockstep.contract.sampling import Sampling
 from lockstep.images.pictures import PromptPictures, model_inputs
 from lockstep.images.prompts import ImagePrompts
-from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.scoring import score_pack
-from lockstep.watch.rescoring import completion_logps
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.pack import Pack, pack_rows, pack_sequences
+from lockstep.learn.scoring import score_pack
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.watch.plain_forward import completion_logps
 
 
 @pytest.fixture(scope="module", params=list(IN_VLLM))

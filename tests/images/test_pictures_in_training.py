@@ -28,8 +28,8 @@ from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.group import Prompt
-from lockstep.run.trainers.grpo import GRPOTrainer
-from lockstep.training.data.prompts import digest_of_prompts
+from lockstep.run.data.prompts import digest_of_prompts
+from lockstep.run.trainers.methods import GRPOTrainer
 from lockstep.watch.rewards import count_seen
 
 LIMIT = 1e-3

@@ -21,7 +21,7 @@ from lockstep.images.pictures import model_inputs
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Rollout
-from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.methods import GRPOTrainer
 
 LIMIT = 1e-3
 # One family with patches and one with tiles, and the others of each kind. In CI, `test_families_on_vllm.py` has Qwen2-VL's turns.

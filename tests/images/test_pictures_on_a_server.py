@@ -30,18 +30,18 @@ from transformers import PreTrainedModel
 
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.requests import messages as server_messages
-from lockstep.engines.http.requests import pictures as server_pictures
-from lockstep.engines.http.requests import sending as server_requests
-from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers import messages as server_messages
+from lockstep.engines.servers import messages as server_pictures
+from lockstep.engines.servers import requests as server_requests
+from lockstep.engines.servers.calls import ServerCalls
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.images.prompts import ImagePrompts
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.sync.push import push_weights
 from lockstep.watch.modules import ModuleProbe
-from lockstep.watch.rescoring import completion_logps
+from lockstep.watch.plain_forward import completion_logps
+from lockstep.weights.push import push_weights
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT = 1e-3

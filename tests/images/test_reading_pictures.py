@@ -14,9 +14,9 @@ from PIL import Image
 from seeing import make_seeing, make_seeing_tokenizer, mixed_rows, picture, save_seeing
 
 from lockstep.errors import InputError
-from lockstep.images.data_urls import to_data_url
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import images_of_row, opened, with_fetched, with_image_urls
+from lockstep.images.urls import to_data_url
 
 TEXT = {"type": "text", "text": "what"}
 

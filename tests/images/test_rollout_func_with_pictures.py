@@ -11,7 +11,7 @@ from seeing import mixed_rows, picture, save_seeing
 
 from lockstep.errors import InputError
 from lockstep.images.reading import has_images
-from lockstep.training.generate.rollouts.function import generate_rollout_completions
+from lockstep.run.programs import generate_rollout_completions
 
 LIMIT = 1e-3
 

@@ -13,8 +13,8 @@ from conftest import VLLM
 
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.requests.pictures import SentPictures, check_encoded, check_places, encoded, features
-from lockstep.engines.vllm.port.pictures import PictureRecorder, piece_places, piece_tensors, prompt_with_pictures
+from lockstep.engines.servers.messages import SentPictures, check_encoded, check_places, encoded, features
+from lockstep.engines.vllm.port.requests import PictureRecorder, piece_places, piece_tensors, prompt_with_pictures
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.images.pictures import Picture, PromptPictures
 

@@ -19,7 +19,7 @@ from tiny import CONTEXT
 from lockstep.engines.vllm import in_process
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import ProofError
-from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.methods import GRPOTrainer
 
 pytestmark = [*VLLM, pytest.mark.long]
 LIMIT = 1e-3

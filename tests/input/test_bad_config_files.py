@@ -10,11 +10,11 @@ import pytest
 import yaml
 from bad_input import Row, check, rows
 
-from lockstep.cli.fields.arguments import build
-from lockstep.cli.fields.config_file import read_file
+from lockstep import progress as waits
+from lockstep.cli import training as loading
+from lockstep.cli.fields import build
+from lockstep.cli.help import read_file
 from lockstep.cli.main import main
-from lockstep.cli.process import loading
-from lockstep.report import waits
 
 DEEP = b"a: " + b"[" * 5000 + b"]" * 5000
 LAUGHS = b"\n".join(

@@ -164,7 +164,6 @@ def test_a_password_in_a_url_is_refused_and_not_printed(capfd: pytest.CaptureFix
 # Unusual values with a meaning: they are taken, and a line says what is unusual.
 UNUSUAL = [
     ("learning_rate", "2", "learning_rate=2"),
-    ("temperature", "20", "temperature=20"),
     ("temperature", "0.02", "temperature=0.02"),
     ("reward_weights", "-1", ""),
     ("max_grad_norm", "inf", ""),

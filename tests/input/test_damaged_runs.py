@@ -20,8 +20,7 @@ from training_words import words
 
 from lockstep.cli.main import main
 from lockstep.errors import InputError
-from lockstep.run.files.checkpoints import checkpoint_step, last_checkpoint
-from lockstep.run.files.whole_run import check_checkpoint
+from lockstep.run.files.checkpoints import check_checkpoint, checkpoint_step, last_checkpoint
 
 Damage = Callable[[Path], Any]
 LAST, FIRST = "checkpoint-2", "checkpoint-1"

@@ -14,8 +14,8 @@ from tiny import make_model
 
 from lockstep.errors import InputError
 from lockstep.models.adapters import add_adapter, causal_model, head_name, is_adapted, without_adapter
-from lockstep.models.shared_memory import refuse_shared_memory
-from lockstep.sync.push import weights_of
+from lockstep.models.parameters import refuse_shared_memory
+from lockstep.weights.push import weights_of
 
 IDS = torch.tensor([[5, 9, 200, 31]])
 

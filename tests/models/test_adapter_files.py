@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from lockstep.cli.main import main
 from lockstep.errors import InputError
-from lockstep.models.adapter_files import BASE_FILE, load_adapted, write_base
-from lockstep.models.base_digest import base_digest
+from lockstep.models.adapters import BASE_FILE, base_digest, load_adapted, write_base
 from lockstep.models.policy import load_policy
 from lockstep.models.resolve import resolve_model
 

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 
 from lockstep.contract.probe import expert_input
-from lockstep.engines import transformers_probe
+from lockstep.engines import transformers_engine as transformers_probe
 from lockstep.errors import InputError
-from lockstep.models import checkpoint_names
-from lockstep.models.checkpoint_names import checkpoint_tensors
-from lockstep.sync.push import weights_of
+from lockstep.models import parameters as checkpoint_names
+from lockstep.models.parameters import checkpoint_tensors
+from lockstep.weights.push import weights_of
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "olmoe"])

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from lockstep import GRPOConfig
 from lockstep.errors import InputError
+from lockstep.learn.policy import open_policy
 from lockstep.models.policy import load_policy
 from lockstep.models.reward_model import RewardModel, load_reward_model
-from lockstep.run.trainers.setup.arguments import check_reference_model
-from lockstep.training.forward.policy import open_policy
+from lockstep.run.trainers.checks import check_reference_model
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 Tensors = dict[str, torch.Tensor]

@@ -72,8 +72,6 @@ def test_the_packaged_model_answers() -> None:
     ],
 )
 def test_whether_a_gpu_rounds_float32_is_known_after_every_setting(setting: str, expected: str) -> None:
-    code = (
-        f"import torch; from lockstep.models.cuda import cuda_rounds_float32; {setting}; print(cuda_rounds_float32())"
-    )
+    code = f"import torch; from lockstep.devices import cuda_rounds_float32; {setting}; print(cuda_rounds_float32())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == expected

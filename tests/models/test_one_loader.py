@@ -33,9 +33,8 @@ from lockstep.errors import InputError
 from lockstep.model_files import build_empty, code_refused, load_files
 from lockstep.models.policy import load_policy
 from lockstep.models.reward_model import load_reward_model
-from lockstep.server.adapters import linear_layers
-from lockstep.server.arguments import check_names
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.server.command import check_names, linear_layers
+from lockstep.tokens.chat import load_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 LOADER = "src/lockstep/model_files.py"

@@ -14,7 +14,7 @@ from transformers import BitsAndBytesConfig
 from lockstep.errors import InputError
 from lockstep.models.policy import load_policy
 from lockstep.models.quantised import check_quantization, dequantised, is_quantised, prevent_packing
-from lockstep.sync.push import push_weights, weights_of
+from lockstep.weights.push import push_weights, weights_of
 
 LAYER = "model.layers.0.mlp.up_proj"
 

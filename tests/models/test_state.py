@@ -11,10 +11,10 @@ import transformers
 from model_families import FAMILIES
 
 from lockstep.cli.main import main
-from lockstep.engines.vllm import refused
+from lockstep.engines.vllm import arguments as refused
 from lockstep.engines.vllm.arguments import cpu_cache_bytes, engine_arguments
 from lockstep.errors import InputError
-from lockstep.models.state import keeps_state
+from lockstep.models.policy import keeps_state
 from lockstep.run import engine
 from lockstep.server.command import ServeOptions, command_line
 

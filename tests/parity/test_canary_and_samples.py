@@ -14,11 +14,11 @@ from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
 from lockstep.extras.verify.stage import Stage
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.models.policy import load_policy
-from lockstep.watch.canary import canary_gap, canary_sequences, score_canary
 from lockstep.watch.gap import over_limits
-from lockstep.watch.rescoring import completion_logps
+from lockstep.watch.plain_forward import completion_logps
+from lockstep.watch.push import canary_gap, canary_sequences, score_canary
 from lockstep.watch.samples import Seeds, check_samples, log_pay
 from lockstep.watch.tolerances import tolerance
 

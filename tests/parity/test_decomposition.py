@@ -22,14 +22,13 @@ from lockstep.extras.selftest.seams import loads_instead
 from lockstep.extras.verify.stage import Stage
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
-from lockstep.watch.custody import SampledTokens
+from lockstep.watch.custody import Record, SampledTokens
 from lockstep.watch.draws import DrawStats
 from lockstep.watch.gap import GapStats, GapTail, PooledGap, measure_gap
 from lockstep.watch.gap_explained import Decomposition, decompose, split_gap
 from lockstep.watch.kept_sets import KeptSetStats
 from lockstep.watch.model_gradient import Checked, ModelGradient
 from lockstep.watch.tolerances import tolerance
-from lockstep.watch.turns import Record
 
 SINGLE = tolerance(torch.float32, torch.float32)
 gaps = st.floats(0, 50)
@@ -229,7 +228,7 @@ def test_a_stale_layer_is_a_defect_with_its_name(stage: Stage) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     with loads_instead(stage, lambda sent: [(n, t * 1.5 if n == name else t) for n, t in sent]):
         # The engine samples as if no probe had stopped the run.
-        from lockstep.sync.push import forget_push, push_weights
+        from lockstep.weights.push import forget_push, push_weights
 
         stage.trainer.state.global_step += 1
         # No weight has changed since the last push.

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.sampling import Grammar, Sampling
-from lockstep.tokens.kept_ids import KeptIds
+from lockstep.tokens.arrays import KeptIds
 
 PROMPT, OUTPUT = [3, 4, 4], [5, 4]
 LOGITS = torch.randn(8, generator=torch.Generator().manual_seed(0))

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from lockstep.errors import ProofError
-from lockstep.training.forward.draw_sums import DrawSums
-from lockstep.watch.bets import BETS, TokenDraws
-from lockstep.watch.draws import FALSE_ALARM, DrawEvidence, DrawStats, measure_draws
+from lockstep.learn.token_logps import DrawSums
+from lockstep.watch.draws import BETS, FALSE_ALARM, DrawEvidence, DrawStats, TokenDraws, measure_draws
 
 Choice = Callable[[torch.Tensor], torch.Tensor]
 _LIMIT = -math.log(FALSE_ALARM)

@@ -9,7 +9,7 @@ from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
 from lockstep.rollouts.driver import decoding
-from lockstep.watch.ends import Ends
+from lockstep.watch.samples import Ends
 
 TOKENIZER = make_tokenizer()
 END, OTHER_END = TOKENIZER.eos_token_id, 1

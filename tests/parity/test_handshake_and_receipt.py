@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from lockstep.contract.protocol import EngineSettings
 from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError, ProofError
-from lockstep.watch.handshake import ExpectedSettings, check_settings
 from lockstep.watch.receipt import Receipt, check_chain
+from lockstep.watch.settings import ExpectedSettings, check_settings
 
 ACTUAL = EngineSettings(
     "vllm", "m", "Llama", torch.float32, torch.float32, 100, 64, "processed_logprobs", True, False, None, {}

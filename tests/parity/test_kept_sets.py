@@ -15,20 +15,18 @@ from hypothesis import strategies as st
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.contract.distribution import Distribution
-from lockstep.contract.filters import filtered, shaped_logits
+from lockstep.contract.distribution import Distribution, filtered, shaped_logits
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
-from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
-from lockstep.training.batch.pack import pack_rows
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.step.update import hidden_states
-from lockstep.watch import rows_of_logits as drawn_rows
-from lockstep.watch.filter_bounds import FilterBounds
-from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats, KeptToken, mean_limit
-from lockstep.watch.rescoring import OWN_DTYPE, sequence_logits
-from lockstep.watch.rows_of_logits import DrawnRows
+from lockstep.learn.pack import pack_rows
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import hidden_states
+from lockstep.tokens.arrays import KeptIds, joined_kept_ids
+from lockstep.watch import evidence as drawn_rows
+from lockstep.watch.evidence import DrawnRows
+from lockstep.watch.kept_sets import FilterBounds, KeptSetProof, KeptSetStats, KeptToken, mean_limit
+from lockstep.watch.plain_forward import OWN_DTYPE, sequence_logits
 from lockstep.watch.tolerances import tolerance
 
 FILTERS = {

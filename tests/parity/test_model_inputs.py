@@ -17,12 +17,17 @@ from tiny import make_model, make_tokenizer, save
 from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from lockstep.models.base_digest import base_digest, weights_digest
+from lockstep.models.adapters import base_digest, weights_digest
 from lockstep.models.policy import load_policy
-from lockstep.tokens.end import end_ids
-from lockstep.tokens.tokenizer import fit_vocabulary, load_tokenizer
-from lockstep.watch.model_inputs import changed_meaning, config_meaning, model_meaning, tokenizer_meaning
-from lockstep.watch.surroundings import changed_surroundings, surroundings
+from lockstep.tokens.chat import end_ids, fit_vocabulary, load_tokenizer
+from lockstep.watch.inputs import (
+    changed_meaning,
+    changed_surroundings,
+    config_meaning,
+    model_meaning,
+    surroundings,
+    tokenizer_meaning,
+)
 
 
 @pytest.fixture(scope="module")

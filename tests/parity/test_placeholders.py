@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import ProofError
-from lockstep.watch.placeholders import check_placeholders
+from lockstep.watch.custody import check_placeholders
 
 PLACEHOLDERS = (7, 9)
 

@@ -20,9 +20,9 @@ from transformers import (
 
 from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import LockstepError
-from lockstep.models.autocast import Precision
-from lockstep.watch import rescoring
-from lockstep.watch.rescoring import completion_logps, sequence_logits
+from lockstep.models.arithmetic import Precision
+from lockstep.watch import plain_forward as rescoring
+from lockstep.watch.plain_forward import completion_logps, sequence_logits
 
 PROMPT, TOKENS = tuple(range(7, 19)), tuple((37 * i) % 300 + 4 for i in range(80))
 VOCABULARY = 384

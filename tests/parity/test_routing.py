@@ -7,7 +7,7 @@ from model_families import make_family
 from tiny import make_model
 
 from lockstep.contract.protocol import Completion, RequestKey
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.tokens.arrays import filled, whole_numbers
 from lockstep.watch.gap_explained import experts_of, routing_differences
 

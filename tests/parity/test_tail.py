@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lockstep.models import cuda
+from lockstep import devices as cuda
 from lockstep.watch.gap import GapStats, GapTail, measure_gap, over_limits
 from lockstep.watch.tolerances import FALSE_ALARM, probe_limit, tolerance
 

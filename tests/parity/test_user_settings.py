@@ -14,17 +14,15 @@ import torch
 from methods import GROUPS, INTERRUPTED
 from tiny import make_tokenizer
 
+import lockstep.learn.update as updating
 import lockstep.run.source as source_module
-import lockstep.training.step.update as updating
 from lockstep import GRPOConfig, OnlineDPOConfig
-from lockstep.contract.filters import processed_logprobs
+from lockstep.config.sampling import sampling_of
+from lockstep.contract.distribution import processed_logprobs
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Grammar, Sampling
-from lockstep.definitions.interruption import broken_rule
-from lockstep.definitions.sampling import logprob
-from lockstep.definitions.settings import user_settings, weighted_sum
+from lockstep.definitions.sampling import broken_rule, logprob, user_settings, weighted_sum
 from lockstep.errors import ProofError
-from lockstep.training.config.sampling import sampling_of
 from lockstep.watch.settings import SettingsProof
 
 TOKENIZER = make_tokenizer()

@@ -217,8 +217,8 @@ def counted(folder: Path, model: str) -> dict[str, Any]:
     from transformers import TrainerCallback
 
     from lockstep.engines.transformers_engine import SampleRows
+    from lockstep.learn.update import Policy
     from lockstep.report.phases import PhaseClock
-    from lockstep.training.step.update import Policy
     from lockstep.watch.finite_differences import Added
     from lockstep.watch.model_gradient import ModelGradient
     from pretend_cuda import LOG

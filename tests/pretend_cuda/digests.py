@@ -13,14 +13,20 @@ from typing import Any
 
 import torch
 
-from lockstep.contract import device_digest
-from lockstep.contract.device_digest import device_digests, digest_texts
-from lockstep.contract.tensors import HeldWeights, LoadedWeights, key_of, one_push, tensor_specs
-from lockstep.sync.push import push_weights
-from lockstep.sync.wire.chunks import Named, views
-from lockstep.sync.wire.deltas import WHOLE
-from lockstep.sync.wire.nccl import NCCLTransport
-from lockstep.sync.wire.shared_memory import SharedMemoryTransport
+from lockstep.contract import tensors as device_digest
+from lockstep.contract.tensors import (
+    HeldWeights,
+    LoadedWeights,
+    device_digests,
+    digest_texts,
+    key_of,
+    one_push,
+    tensor_specs,
+)
+from lockstep.weights.push import push_weights
+from lockstep.weights.wire.network import NCCLTransport
+from lockstep.weights.wire.shared_memory import SharedMemoryTransport
+from lockstep.weights.wire.stream import WHOLE, Named, views
 from pretend_cuda import LOG, WAITS
 
 DEVICE = torch.device("cuda")

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from tiny import make_model
 
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.pack import pack_sequences
+from lockstep.learn.scoring import in_passes, score_pack
+from lockstep.learn.sequence import TrainingSequence
 from lockstep.shards.model import sharded
-from lockstep.training.batch.pack import pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.passes import in_passes
-from lockstep.training.forward.scoring import score_pack
 
 
 def gradients(shard: Callable[[Any], Any] | None = None) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Pushes over CUDA IPC between two processes that have the pretend GPU.
 
-A CPU build of PyTorch has no CUDA IPC. **Stand-ins** take the place of the two functions that `sync/wire/cuda_ipc.py` calls,
+A CPU build of PyTorch has no CUDA IPC. **Stand-ins** take the place of the two functions that `weights/wire/cuda_ipc.py` calls,
 `_share_cuda_` and `_new_shared_cuda`: a file that both processes map stands for the GPU's memory. Everything else is the code that
 would run beside a GPU.
 
@@ -64,7 +64,9 @@ def crossed(log: Any) -> int:
 
 def waits_of_slots(log: Any) -> int:
     """How often the host has waited for its stream before it told the other process of a chunk."""
-    return sum(n for (kind, _, place, _), n in log.events.items() if kind == "sync" and "wire/slots.py" in place)
+    return sum(
+        n for (kind, _, place, _), n in log.events.items() if kind == "sync" and "wire/shared_memory.py" in place
+    )
 
 
 # ---- the second process: a server's worker ---------------------------------------------------------------------------
@@ -83,7 +85,7 @@ class Worker:
         self._found: dict[str, torch.Tensor] = {}
 
     def init_transfer(self, info: dict[str, Any]) -> None:
-        from lockstep.sync.wire.cuda_ipc import open_segment
+        from lockstep.weights.wire.cuda_ipc import open_segment
 
         self._segment = open_segment(info["segment"], info["bytes"], info.get("buffer"), self._device)
 
@@ -108,17 +110,17 @@ class Worker:
         return {"tensors": [list(spec) for spec in found.tensors], "refused": found.unknown_base, **seen}
 
     def lockstep_device(self) -> dict[str, str]:
-        from lockstep.sync.wire.nccl import identity_of
+        from lockstep.weights.wire.network import identity_of
 
         return {"gpu": identity_of(self._device)}
 
     def lockstep_sees(self, name: str) -> dict[str, str | None]:
-        from lockstep.sync.wire.shared_memory import read_test_file
+        from lockstep.weights.wire.shared_memory import read_test_file
 
         return {"read": read_test_file(name)}
 
     def lockstep_maps(self, handle: str) -> dict[str, str]:
-        from lockstep.sync.wire.cuda_ipc import read_test_buffer
+        from lockstep.weights.wire.cuda_ipc import read_test_buffer
 
         return read_test_buffer(json.loads(handle), self._device)
 
@@ -222,8 +224,8 @@ class Engine:
 
 def pushed(folder: Path) -> Result:
     """Pushes of a model on the device to a second process over the transport that `auto` chooses, and handles that are refused."""
-    from lockstep.sync.wire import shared_memory
-    from lockstep.sync.wire.chunks import chunks
+    from lockstep.weights.wire import shared_memory
+    from lockstep.weights.wire.stream import chunks
 
     folder.mkdir()
     stand_in(folder)
@@ -240,8 +242,8 @@ def _pushes(server: Server) -> Result:
     import torch
     from tiny import make_model
 
-    from lockstep.sync.push import push_weights
-    from lockstep.sync.wire.transport import choose_transport
+    from lockstep.weights.push import push_weights
+    from lockstep.weights.wire.transport import choose_transport
     from pretend_cuda import LOG
 
     result: Result = {"pushes": []}
@@ -282,7 +284,7 @@ def _refused(server: Server) -> dict[str, str]:
     """What the worker says of handles that no trainer makes, by what is wrong with each."""
     import torch
 
-    from lockstep.sync.wire.cuda_ipc import Handle, exported
+    from lockstep.weights.wire.cuda_ipc import Handle, exported
 
     whole = torch.cuda.get_device_properties(0).total_memory
     buffer = torch.zeros(4096, dtype=torch.uint8, device="cuda")
@@ -320,8 +322,8 @@ def _fallback(server: Server) -> dict[str, Any]:
     import torch
 
     from lockstep.errors import InputError
-    from lockstep.sync.wire import transport as module
-    from lockstep.sync.wire.transport import choose_transport
+    from lockstep.weights.wire import transport as module
+    from lockstep.weights.wire.transport import choose_transport
 
     works: Callable[..., Any] = torch.UntypedStorage._share_cuda_
 

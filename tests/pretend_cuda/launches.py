@@ -20,11 +20,11 @@ import torch.nn.attention.bias
 from tiny import make_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lockstep.training.batch.pack import pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention import causal_attention
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.scoring import score_pack
+from lockstep.learn.attention import paths as causal_attention
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.pack import pack_rows, pack_sequences
+from lockstep.learn.scoring import score_pack
+from lockstep.learn.sequence import TrainingSequence
 
 _FREE = ("empty", "detach", "lift", "alias", "set_", "new_empty")
 _ROOTS = ("/lockstep/training/", "/transformers/models/", "/transformers/integrations/")

@@ -167,10 +167,10 @@ def _pushed(folder: Path) -> Result:
     from tiny import make_model
 
     from lockstep.contract.tensors import tensor_specs
-    from lockstep.sync.push import push_weights
-    from lockstep.sync.source import LastPush, PlainSource, Update
-    from lockstep.sync.wire.gloo import GlooTransport
-    from lockstep.sync.wire.shared_memory import SharedMemoryTransport
+    from lockstep.weights.push import push_weights
+    from lockstep.weights.source import LastPush, PlainSource, Update
+    from lockstep.weights.wire.network import GlooTransport
+    from lockstep.weights.wire.shared_memory import SharedMemoryTransport
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found: dict[str, bool] = {}

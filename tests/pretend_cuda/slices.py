@@ -11,11 +11,10 @@ import torch
 from tiny import make_model, make_tokenizer, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.devices import on_host
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.to_device import on_host
-from lockstep.tokens.kept_ids import KeptIds
-from lockstep.training.forward.draw_sums import DrawSums
-from lockstep.training.forward.filters.kept_logps import KeptSets, _parts
+from lockstep.learn.token_logps import DrawSums, KeptSets, _parts
+from lockstep.tokens.arrays import KeptIds
 from lockstep.watch import update
 from lockstep.watch.modules import ModuleProbe
 

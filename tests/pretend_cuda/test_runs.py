@@ -319,7 +319,7 @@ def test_an_element_that_is_not_zero_is_found_where_the_cpu_finds_it(both: Both)
     assert found["cuda"] == found["cpu"] == [73, 32, 0, 63, 0, 0]
 
 
-DIGEST = "contract/device_digest.py"
+DIGEST = "contract/tensors.py"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from lockstep.report.completions import Row, chosen_rows, print_completions
+from lockstep.report.live import Row, chosen_rows, print_completions
 
 
 def row(prompt: object, completion: str = "an answer", **fields: object) -> Row:

@@ -1,4 +1,4 @@
-"""Every wait in the source says what it waits for (`report/waits.py`), or stands in this table with the reason why it need not."""
+"""Every wait in the source says what it waits for (`progress.py`), or stands in this table with the reason why it need not."""
 
 from __future__ import annotations
 
@@ -25,55 +25,55 @@ OWNED = {
 SILENT = {
     "another block that says so is open meanwhile": """
         threads.py::CallLoop.run threads.py::Pending.result threads.py::Pending.wait
-        engines/http/pauses.py::Pauses.begin engines/http/pauses.py::Pauses.wait engines/http/pauses.py::Pauses.check
-        engines/http/pauses.py::_begin engines/http/requests/sending.py::ServerRequests._answer
-        engines/http/requests/sending.py::ServerRequests._all engines/http/server_calls.py::ServerCalls.update_weights
-        sync/wire/receivers.py::finish_all engines/http/vllm_server.py::VLLMServer.score
-        engines/http/vllm_server.py::VLLMServer.load contract/inbox.py::Inbox._await
+        engines/servers/set.py::Pauses.begin engines/servers/set.py::Pauses.wait engines/servers/set.py::Pauses.check
+        engines/servers/set.py::_begin engines/servers/requests.py::ServerRequests._answer
+        engines/servers/requests.py::ServerRequests._all engines/servers/calls.py::ServerCalls.update_weights
+        weights/wire/stream.py::finish_all engines/servers/server.py::VLLMServer.score
+        engines/servers/server.py::VLLMServer.load contract/inbox.py::Inbox._await
         extras/environments/verifiers.py::VerifiersAgent.__call__ extras/agents/agent_program.py::Agent._execute
         extras/agents/agent_program.py::AgentProgram._run
-        bounded_http.py::run images/urls.py::ImageUrls.fetch rollouts/across_ranks/ranks.py::Ranks._gathered
-        rollouts/across_ranks/ranks.py::Ranks._scattered rollouts/driver.py::Running.finish
-        rollouts/driver.py::Running.await_begin rollouts/programs/environment_process.py::_exchange
+        bounded_http.py::run images/urls.py::ImageUrls.fetch rollouts/ranks.py::Ranks._gathered
+        rollouts/ranks.py::Ranks._scattered rollouts/driver.py::Running.finish
+        rollouts/driver.py::Running.await_begin rollouts/programs/environments.py::_exchange
         rollouts/programs/workers.py::_within threads.py::run_coroutine
         server/supervisor.py::Supervisor._run_once
-        sync/wire/gloo.py::GlooTransport.send sync/wire/gloo.py::Receiver.receive
-        sync/wire/groups/devices.py::DeviceChannel._wait sync/wire/groups/meeting.py::in_background
-        sync/wire/groups/proof.py::SignedStore.get sync/wire/groups/proof.py::SignedStore.wait
-        sync/wire/groups/proof.py::authenticate sync/wire/groups/proof.py::prove
-        sync/wire/shared_memory.py::SharedMemoryTransport._send sync/wire/slots.py::_wait_for
+        weights/wire/network.py::GlooTransport.send weights/wire/network.py::Receiver.receive
+        weights/wire/groups.py::DeviceChannel._wait weights/wire/groups.py::in_background
+        weights/wire/groups.py::SignedStore.get weights/wire/groups.py::SignedStore.wait
+        weights/wire/groups.py::authenticate weights/wire/groups.py::prove
+        weights/wire/shared_memory.py::SharedMemoryTransport._send weights/wire/shared_memory.py::_wait_for
         watch/ahead.py::ProofsAhead.check_answer contract/inbox.py::Errands.do_during
         rollouts/programs/tools.py::ToolCalls.finish rollouts/programs/workers.py::Worker.do""",
     "a thread or loop that waits for its next work": """
-        threads.py::_serve engines/vllm/workers/environment.py::end_with_trainer.end
+        threads.py::_serve engines/vllm/environment.py::end_with_trainer.end
         extras/environments/verifiers.py::VerifiersAgent._read extras/agents/streamed_answers.py::Heard.begins
         extras/agents/streamed_answers.py::Heard.until
-        extras/agents/web.py::_wait report/heartbeat.py::Heartbeat._run
-        report/waits.py::Waits._run threads.py::_limit.watch""",
+        extras/agents/web.py::_wait progress.py::Heartbeat._run
+        progress.py::Waits._run threads.py::_limit.watch""",
     "it lasts at most a few seconds": """
-        threads.py::CallLoop.__init__ engines/http/server_set.py::ServerSet.healthy extras/agents/agent_program.py::Agent._execute
-        extras/agents/web.py::Gateway.close report/heartbeat.py::Heartbeat.stop
+        threads.py::CallLoop.__init__ engines/servers/set.py::ServerSet.healthy extras/agents/agent_program.py::Agent._execute
+        extras/agents/web.py::Gateway.close progress.py::Heartbeat.stop
         rollouts/driver.py::Driver._settle rollouts/programs/tools.py::ToolCalls.settled
         rollouts/programs/workers.py::_gives_way threads.py::_limit
-        server/supervisor.py::Supervisor._sleep sync/wire/groups/meeting.py::own_address""",
+        server/supervisor.py::Supervisor._sleep weights/wire/groups.py::own_address""",
     "a process that has ended or was killed": """
-        extras/environments/verifiers.py::VerifiersAgent._start_process rollouts/programs/environment_process.py::_kill
-        kill_at_exit.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
+        extras/environments/verifiers.py::VerifiersAgent._start_process rollouts/programs/environments.py::_kill
+        processes.py::KillAtExit.release server/supervisor.py::Supervisor._end""",
     "it ends at once: the lock is refused, or the store is this process": """
-        server/machine.py::reserved_port sync/wire/groups/meeting.py::open_store sync/wire/slots.py::TrainerLock.__init__
-        sync/wire/slots.py::is_unlocked run/files/lock.py::_take engines/vllm/workers/leftovers.py::owned
-        engines/vllm/workers/leftovers.py::remove_dead files.py::temporary_folder files.py::_remove_dead""",
+        server/supervisor.py::reserved_port weights/wire/groups.py::open_store weights/wire/shared_memory.py::TrainerLock.__init__
+        weights/wire/shared_memory.py::is_unlocked run/files/directory.py::_take engines/vllm/environment.py::owned
+        engines/vllm/environment.py::remove_dead files.py::temporary_folder files.py::_remove_dead""",
     "the engine's answer is not awaited: the next question looks for it": "server/guard.py::KeyGuard._say_health",
     "it is the work of this process": """
         contract/inbox.py::answer_all engines/vllm/in_process.py::OwnWorker.__init__
         engines/vllm/in_process.py::OwnWorker.load engines/vllm/in_process.py::OwnWorker.keep_adapter
-        engines/vllm/workers/processes.py::WorkerProcesses.__init__ extras/selftest/seams.py::vllm_worker""",
+        engines/vllm/start.py::WorkerProcesses.__init__ extras/selftest/seams.py::vllm_worker""",
     "it ends a failed push in a thread of its own, or drops requests": """
-        threads.py::CallLoop.close engines/http/requests/sending.py::ServerRequests.serve
-        sync/wire/groups/channel.py::GlooChannel._end""",
+        threads.py::CallLoop.close engines/servers/requests.py::ServerRequests.serve
+        weights/wire/groups.py::GlooChannel._end""",
     "it is no wait: the result of a tool as ids": """
-        rollouts/programs/tool_program.py::_answers tokens/conversation/extension.py::Extension.result
-        tokens/conversation/extension.py::Extension.why_no_pictures tokens/conversation/extension_proof.py::drawn""",
+        rollouts/programs/tool_program.py::_answers tokens/extension.py::Extension.result
+        tokens/extension.py::Extension.why_no_pictures tokens/extension.py::drawn""",
 }
 
 

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.report.page.charts import gap_limits
-from lockstep.report.page.comparison import render_comparison
+from lockstep.report.page.drawing import Limit, Series, gap_limits, histogram, line_chart, stacked_bars
 from lockstep.report.page.proofs import measured_proofs
-from lockstep.report.page.report import LARGEST, render_report, verdict_of
+from lockstep.report.page.report import LARGEST, render_comparison, render_report, verdict_of
 from lockstep.report.page.rollouts import gap_color, rank_class, turns_section
 from lockstep.report.page.run_record import RunRecord, read_run
-from lockstep.report.page.svg import Limit, Series, histogram, line_chart, stacked_bars
 
 HOSTILE = (
     "</pre></td></script><script>alert(1)</script><img src=x onerror='alert(2)'>\"' & {x} http://evil.example/a.js"

@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 from transformers import TrainerState
 
-from lockstep.report.busy import busy, watched_by
-from lockstep.report.live import About, LiveView, clock, sparkline
+from lockstep.progress import StatusLine, busy, watched_by
+from lockstep.report.live import About, LiveView, clock
 from lockstep.report.phases import PhaseClock
-from lockstep.report.status import StatusLine
+from lockstep.report.sparkline import sparkline
 from lockstep.report.summary import summarise, summary_lines
-from lockstep.run.files.step_log import StepLog
+from lockstep.run.files.logs import StepLog
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:

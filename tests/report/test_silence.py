@@ -14,15 +14,13 @@ import pytest
 from rich.console import Console
 from transformers import TrainerState
 
+from lockstep import progress as heartbeat
+from lockstep import progress as waits
 from lockstep.engines import connect
 from lockstep.errors import LockstepError
-from lockstep.report import heartbeat, waits
-from lockstep.report.busy import busy, watched_by
-from lockstep.report.heartbeat import Heartbeat
+from lockstep.progress import Heartbeat, StatusLine, busy, waiting, watched_by
 from lockstep.report.live import About, LiveView
 from lockstep.report.phases import PhaseClock
-from lockstep.report.status import StatusLine
-from lockstep.report.waits import waiting
 
 # Seconds until a test fails that waits for a line.
 LIMIT = 60
@@ -193,7 +191,7 @@ def test_waits_for_one_thing_make_one_line_and_work_is_told_only_where_nothing_i
 
 @pytest.mark.usefixtures("eager")
 def test_without_a_watcher_a_wait_and_long_work_go_to_the_log() -> None:
-    logger = logging.getLogger("lockstep.report.waits")
+    logger = logging.getLogger("lockstep.progress")
     said = Lines()
     handler = logging.StreamHandler(said)
     logger.addHandler(handler)
@@ -233,7 +231,7 @@ def test_a_watcher_away_from_a_terminal_prints_waits_and_a_panel_shows_them_in_i
 def test_a_script_that_connects_to_a_server_that_is_not_there_says_so_before_the_limit() -> None:
     said = Lines()
     handler = logging.StreamHandler(said)
-    logging.getLogger("lockstep.report.waits").addHandler(handler)
+    logging.getLogger("lockstep.progress").addHandler(handler)
     try:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -241,7 +239,7 @@ def test_a_script_that_connects_to_a_server_that_is_not_there_says_so_before_the
         with pytest.raises(LockstepError, match="did not answer within 1 s"):
             connect(url, timeout=1.0)
     finally:
-        logging.getLogger("lockstep.report.waits").removeHandler(handler)
+        logging.getLogger("lockstep.progress").removeHandler(handler)
     line = next(line for line in said.getvalue().splitlines() if "to be ready" in line)
     assert line.startswith(f"waiting for the server at {url} to be ready: ")
     assert "s of at most 1 s" in line

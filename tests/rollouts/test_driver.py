@@ -17,11 +17,11 @@ from played_engine import END, LETTERS, TOKENIZER, PlayedEngine, decode, next_to
 from lockstep.contract.protocol import Completion, RequestKey, derived_seed
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, LockstepError, ProofError
-from lockstep.report.waits import waiting
+from lockstep.progress import waiting
 from lockstep.rollouts.conversation import Conversation, OutOfRoom, Program, Turn, single_turn
 from lockstep.rollouts.driver import Driver, Start, collect
 from lockstep.rollouts.group import Prompt, Rollout
-from lockstep.watch.turns import Record
+from lockstep.watch.custody import Record
 
 KEYS = [RequestKey(f"p{i}", 0) for i in range(4)]
 

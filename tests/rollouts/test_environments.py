@@ -11,8 +11,14 @@ import games
 import pytest
 
 from lockstep.errors import InputError
-from lockstep.rollouts.programs.environment_process import ProcessEnvironment, in_process, process_of
-from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
+from lockstep.rollouts.programs.environments import (
+    Environment,
+    EnvironmentFailed,
+    Environments,
+    ProcessEnvironment,
+    in_process,
+    process_of,
+)
 from lockstep.rollouts.programs.tools import ToolCalls
 
 T = TypeVar("T")

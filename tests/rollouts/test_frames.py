@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as drawn
 
 from lockstep.errors import LockstepError
-from lockstep.rollouts.across_ranks.frames import decode, encode
+from lockstep.rollouts.wire import decode, encode
 
 DTYPES = st.sampled_from([np.int64, np.float32, np.float64, np.bool_])
 # The arrays include NaNs with any bits, infinities, −0, and denormals.

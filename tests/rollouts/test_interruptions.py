@@ -20,7 +20,7 @@ from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.driver import Driver, Start
 from lockstep.rollouts.group import Prompt
 from lockstep.rollouts.programs.interruptions import Interruption, interrupted
-from lockstep.watch.turns import Record
+from lockstep.watch.custody import Record
 
 
 def sampled(

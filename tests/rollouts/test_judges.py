@@ -12,7 +12,7 @@ import torch
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.scores.judges import judge_pairs
+from lockstep.rollouts.judges import judge_pairs
 
 
 def group(row: int, source: Any, texts: list[str]) -> RolloutGroup:

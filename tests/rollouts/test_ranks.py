@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import InputError, ProofError
-from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.rollouts.ranks import Ranks
 
 
 def test_one_rank_is_the_owner_and_gets_its_answer() -> None:

@@ -21,7 +21,7 @@ from transformers import (
 
 from lockstep.errors import InputError
 from lockstep.models.reward_model import RewardModel
-from lockstep.rollouts.scores.rewards import reward_functions, reward_name
+from lockstep.rollouts.rewards import reward_functions, reward_name
 
 PROMPTS = ["what is 12 + 34? ", "hello ", "the lazy dog jumps over the quick brown fox. ", "a"]
 COMPLETIONS = ["46, and so on and on and on", "w", "no", " b c d"]

@@ -22,8 +22,8 @@ from lockstep import threads as guarded_call
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.scores.judges import judge_pairs
-from lockstep.rollouts.scores.reward_log import RewardLog
+from lockstep.rollouts.judges import judge_pairs
+from lockstep.rollouts.rewards import RewardLog
 
 
 def groups(conversational: bool = False) -> list[RolloutGroup]:

@@ -19,7 +19,7 @@ from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.driver import Driver, Start
 from lockstep.rollouts.group import Prompt
 from lockstep.rollouts.programs.tools import ToolCalls, tools_of
-from lockstep.watch.turns import Record
+from lockstep.watch.custody import Record
 
 ALL = tools_of([multiply])
 

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as processes
 
-import lockstep.rollouts.across_ranks.ranks as module
+import lockstep.rollouts.ranks as module
 from lockstep.errors import LockstepError
-from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.rollouts.ranks import Ranks
 
 COUNT = 3
 # NaN, an infinity, −0 and a denormal.

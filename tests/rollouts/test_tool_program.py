@@ -27,10 +27,10 @@ from lockstep.rollouts.group import Prompt, Rollout
 from lockstep.rollouts.programs.environments import Environments
 from lockstep.rollouts.programs.tool_program import ToolProgram
 from lockstep.rollouts.programs.tools import ToolCalls, tools_of
-from lockstep.sync.push import push_weights
-from lockstep.tokens.conversation.extension import Extension
-from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.watch.turns import Record
+from lockstep.tokens.chat import load_tokenizer
+from lockstep.tokens.extension import Extension
+from lockstep.watch.custody import Record
+from lockstep.weights.push import push_weights
 
 END = 0
 # The tiny model's log-probs in fp32, from two implementations of its attention.
@@ -440,7 +440,7 @@ def test_environments_are_used_again_after_their_rollouts_are_scored(play: Any) 
 
 
 def test_an_environment_in_a_process_of_its_own_plays_whole_rollouts(play: Any) -> None:
-    from lockstep.rollouts.programs.environment_process import in_process
+    from lockstep.rollouts.programs.environments import in_process
 
     played = play(function=multiply, factory=in_process(f"{Path(games.__file__)}:Later"))
     rollouts = played.run(rows=2)

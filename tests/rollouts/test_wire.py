@@ -13,11 +13,9 @@ import torch
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import Picture, PromptPictures
-from lockstep.rollouts.across_ranks.frames import decode, encode
-from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
-from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, TurnEnd
-from lockstep.rollouts.seal import seal_of
-from lockstep.tokens.kept_ids import KeptIds
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, TurnEnd, seal_of
+from lockstep.rollouts.wire import decode, encode, groups_from_wire, groups_to_wire, scores_from_wire, scores_to_wire
+from lockstep.tokens.arrays import KeptIds
 
 
 def groups(count: int = 3) -> list[RolloutGroup]:

@@ -51,7 +51,7 @@ FILES = {
         "class RunWatch:\n    def forward(self, prompt):\n        check(prompt)\n"
     ),
     "engines/own.py": "def load():\n    from vllm import LLM\n",
-    "sync/push.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import vllm.config\nPLUGIN = 'vllm.plugins'\n",
+    "weights/push.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import vllm.config\nPLUGIN = 'vllm.plugins'\n",
 }
 ROUTE = "TrainingLoop.rollout Step.learn"
 
@@ -87,7 +87,7 @@ def test_a_check_counts_as_a_proof_wherever_it_stands_and_a_call_that_gives_some
 
 def test_files_that_move_are_found_again(tmp_path: Path) -> None:
     step = {"learn/step.py": "", "training/pieces/one.py": FILES["learn/step.py"]}
-    moved = LOOP.replace("lockstep.learn.step", "lockstep.training.pieces.one")
+    moved = LOOP.replace("lockstep.learn.step", "lockstep.learn.pieces.one")
     found = way(tree(tmp_path, {**step, "run/loop.py": moved}), ROUTE)
     assert found.files == ["run/loop.py", "training/pieces/one.py"]
     assert found.opened == 5
@@ -123,7 +123,7 @@ def test_the_loop_is_found_and_the_contract_of_the_events_is_no_proof(tmp_path: 
 
 
 def test_rooms_that_import_vllm_do_so_in_functions_and_for_type_checkers_too(tmp_path: Path) -> None:
-    assert counts.rooms_that_import(tree(tmp_path), "vllm") == {"engines": 1, "sync": 1}
+    assert counts.rooms_that_import(tree(tmp_path), "vllm") == {"engines": 1, "weights": 1}
 
 
 def test_circles_are_counted_of_three_kinds_of_imports(tmp_path: Path) -> None:
@@ -136,11 +136,11 @@ def test_circles_are_counted_of_three_kinds_of_imports(tmp_path: Path) -> None:
 
 def test_a_touch_of_a_private_name_is_one_of_lockstep_in_any_form(tmp_path: Path) -> None:
     house = tree(
-        tmp_path, {"sync/push.py": "class Push:\n    def __init__(self):\n        self._digest = self._end = 1\n"}
+        tmp_path, {"weights/push.py": "class Push:\n    def __init__(self):\n        self._digest = self._end = 1\n"}
     )
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text(
-        "import os\nimport torch\nfrom lockstep.sync.push import _digest\n"
+        "import os\nimport torch\nfrom lockstep.weights.push import _digest\n"
         "def test(push, monkeypatch):\n"
         "    push._digest = push.of._end\n"  # two
         "    monkeypatch.setattr(push, '_end', 1)\n"  # one, by its text
@@ -160,7 +160,7 @@ def test_a_case_of_the_mutation_list_with_a_path_is_counted_also_through_a_name_
     house = tree(tmp_path)
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "mutation_cases.py").write_text(
-        "GAP = ('watch/gap.py', 'tests/test_gap.py')\nONE, TWO = 'sync/push.py', 'two'\n"
+        "GAP = ('watch/gap.py', 'tests/test_gap.py')\nONE, TWO = 'weights/push.py', 'two'\n"
         "def of(old):\n    return Mutation('watch/gap.py', old)\n"
         "CASES = [Mutation('run/loop.py', 'x'), Mutation(*GAP), Mutation(ONE), Mutation(TWO), of('x'),"
         " Mutation('return x', 'tests/test_it.py')]\n"
@@ -181,12 +181,12 @@ def test_places_of_a_field_are_its_declaration_and_the_tables_with_its_name(tmp_
         "config/base.py": "class Base:\n    beta: float = 0.0\n    _hidden: int = 0\n",
         "config/grpo.py": "from lockstep.config.base import Base\nclass GRPOConfig(Base):\n    epsilon: float = 0.2\n",
         "cli/groups.py": "GROUPS = {'loss': ['beta']}\nBOUNDS = dict(epsilon=(0, 1))\n",
-        "definitions/settings.py": "class Settings:\n    beta: float\n",
+        "definitions/sampling.py": "class Settings:\n    beta: float\n",
         "run/use.py": "def use(config):\n    return config.beta, 'beta'\n",
         "cli/fields.json": '{"beta": 1}',  # a script writes it
     }
     assert counts.field_places(tree(tmp_path, config)) == {
-        "beta": ["cli/groups.py", "config/base.py", "definitions/settings.py"],
+        "beta": ["cli/groups.py", "config/base.py", "definitions/sampling.py"],
         "epsilon": ["cli/groups.py", "config/grpo.py"],
     }
 
@@ -194,9 +194,9 @@ def test_places_of_a_field_are_its_declaration_and_the_tables_with_its_name(tmp_
 def test_a_field_of_ours_stands_in_one_place_of_the_rooms_that_know_configs() -> None:
     """Its class says all of it. A second list of names in these rooms would rot silently."""
     # The sizes that a user changes when memory is short.
-    aside = {"run/files/run_identity.py"}
+    aside = {"run/files/identity.py"}
     found = counts.field_places(House(Path(__file__).parents[2]))
     assert len(found) > 100
     for name, files in found.items():
-        own = [file for file in files if file.split("/")[0] in ("cli", "run", "training") and file not in aside]
+        own = [file for file in files if file.split("/")[0] in ("cli", "config", "learn", "run") and file not in aside]
         assert len(own) == 1, (name, own)

@@ -17,10 +17,10 @@ from conftest import VLLM
 from servers import KEY, Server, connect
 from tiny import make_model
 
-from lockstep.engines.http.server_calls import HEALTH
+from lockstep.engines.servers.calls import HEALTH
 from lockstep.server.command import ServeOptions, command_line
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.sync.push import push_weights
+from lockstep.weights.push import push_weights
 
 pytestmark = VLLM
 
@@ -44,7 +44,7 @@ def routes(untied_dir: str) -> list[tuple[str, str]]:
     from vllm.entrypoints.launchers.app import build_app
     from vllm.tasks import SupportedTask
 
-    from lockstep.engines.vllm.port.server import server_parser
+    from lockstep.engines.vllm.port.engine import server_parser
 
     options = ServeOptions(untied_dir, "127.0.0.1", 8000, torch.float32, 64, 4, 1, 0.5)
     words = server_parser().parse_args(command_line(options)[3:])

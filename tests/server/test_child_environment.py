@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep.engines.vllm.workers.environment import process_start
+from lockstep.engines.vllm.environment import process_start
 from lockstep.errors import InputError, LockstepError
 from lockstep.extras.agents.agent_program import Agent, AgentFailed
 from lockstep.extras.environments.verifiers import environment
-from lockstep.kill_at_exit import KillAtExit, of_users_code
 from lockstep.models.packaged import fetch
-from lockstep.rollouts.programs.environment_process import in_process
+from lockstep.processes import KillAtExit, of_users_code
+from lockstep.rollouts.programs.environments import in_process
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.tasks.math_comparison import Worker
 

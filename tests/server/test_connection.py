@@ -16,9 +16,9 @@ from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines import connect
 from lockstep.errors import InputError, ProofError
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.watch.rescoring import completion_logps
+from lockstep.watch.plain_forward import completion_logps
 
 pytestmark = VLLM
 

@@ -19,10 +19,10 @@ from servers import Server, descendants, free_port, serve
 from training import equal, make_trainer, train
 
 from lockstep.contract.probe import decode_floats, encode_floats
-from lockstep.engines.http.requests.sending import ServerRequests
-from lockstep.engines.http.server_calls import ServerCalls
+from lockstep.engines.servers.calls import ServerCalls
+from lockstep.engines.servers.requests import ServerRequests
 from lockstep.errors import EngineLost
-from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.methods import GRPOTrainer
 from lockstep.watch.receipt import check_receipt, read_receipt
 
 pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]

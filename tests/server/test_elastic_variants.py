@@ -23,7 +23,7 @@ from test_elastic_servers import Steps, changes_of, server_counts
 from test_long_schedule import curve, final_weights
 from training import equal, make_trainer, train
 
-from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.methods import GRPOTrainer
 from lockstep.watch.receipt import read_receipt
 
 pytestmark = [*VLLM, pytest.mark.release, pytest.mark.usefixtures("server_key")]

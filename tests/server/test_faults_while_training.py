@@ -27,7 +27,7 @@ from transformers import TrainerCallback
 
 from lockstep.errors import ProofError
 from lockstep.run.files.checkpoints import last_checkpoint
-from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.methods import GRPOTrainer
 from lockstep.watch.receipt import check_receipt
 
 pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]

@@ -29,23 +29,19 @@ from transformers import PreTrainedModel
 
 import lockstep.run.source as source
 import lockstep.watch.push as proofs
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.extras.verify.explain import explain_run
+from lockstep.learn.generation import Generation
+from lockstep.learn.methods.online_dpo import OnlineDPOConfig
+from lockstep.learn.methods.ppo import PPOConfig
+from lockstep.learn.methods.reinforce_pp import ReinforcePPConfig
+from lockstep.learn.methods.rloo import RLOOConfig
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.methods import GRPOTrainer, OnlineDPOTrainer, PPOTrainer, ReinforcePPTrainer, RLOOTrainer
 from lockstep.run.trainers.online import OnlineTrainer
-from lockstep.run.trainers.online_dpo import OnlineDPOTrainer
-from lockstep.run.trainers.ppo import PPOTrainer
-from lockstep.run.trainers.reinforce_pp import ReinforcePPTrainer
-from lockstep.run.trainers.rloo import RLOOTrainer
-from lockstep.sync.push import push_weights
-from lockstep.training.methods.online_dpo import OnlineDPOConfig
-from lockstep.training.methods.ppo import PPOConfig
-from lockstep.training.methods.reinforce_pp import ReinforcePPConfig
-from lockstep.training.methods.rloo import RLOOConfig
-from lockstep.training.step.generation import Generation
 from lockstep.watch.receipt import check_receipt
+from lockstep.weights.push import push_weights
 
 pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 

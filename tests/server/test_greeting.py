@@ -21,8 +21,16 @@ import numpy as np
 import pytest
 
 from lockstep import bounded_http
-from lockstep.engines.http.greeting import GREETING, PROOF_HEADER, Session, make_nonce, server_proof
-from lockstep.engines.http.server_calls import HEALTH, CallLoop, ServerCalls
+from lockstep.engines.servers.calls import (
+    GREETING,
+    HEALTH,
+    PROOF_HEADER,
+    CallLoop,
+    ServerCalls,
+    Session,
+    make_nonce,
+    server_proof,
+)
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.extras.audit.dumps import AuditedRollout
 from lockstep.extras.audit.rollout_logprobs import server_logprobs
@@ -354,7 +362,7 @@ def test_the_answer_of_the_server_itself_is_read_whole_and_bounded(port: Port, m
 
     port.program = KeyGuard(app)
     assert port.calls.call("GET", "/long") == long
-    monkeypatch.setattr("lockstep.engines.http.server_calls.LARGEST", 1 << 19)
+    monkeypatch.setattr("lockstep.engines.servers.calls.LARGEST", 1 << 19)
     with pytest.raises(EngineLost, match="sent more than 524,288 bytes"):
         port.calls.call("GET", "/long")
 

@@ -20,7 +20,7 @@ from forked import Program
 from servers import Server, free_port
 from training import equal, make_trainer, train
 
-from lockstep.engines.http.server_calls import HOW_TO_START
+from lockstep.engines.servers.calls import HOW_TO_START
 from lockstep.errors import InputError, ProofError
 from lockstep.server.keys import KEY_VARIABLE
 from lockstep.watch.receipt import check_receipt

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.models.autocast import Precision
-from lockstep.sync.push import push_weights
-from lockstep.watch.rescoring import completion_logps
+from lockstep.engines.servers.server import VLLMServer
+from lockstep.models.arithmetic import Precision
+from lockstep.watch.plain_forward import completion_logps
+from lockstep.weights.push import push_weights
 
 pytestmark = [*VLLM, pytest.mark.long]
 

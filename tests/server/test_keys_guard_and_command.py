@@ -20,7 +20,7 @@ from full_disk import full_disk
 
 from lockstep.cli.main import main
 from lockstep.cli.serve import place_of_key
-from lockstep.engines.http.server_calls import HOW_TO_START
+from lockstep.engines.servers.calls import HOW_TO_START
 from lockstep.errors import InputError
 from lockstep.images.files import LARGEST
 from lockstep.server.command import ServeOptions, command_line, environment, shortened
@@ -226,7 +226,7 @@ class TestSilence:
     def clock(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         monkeypatch.setenv(KEY_VARIABLE, KEY)
         now = [1000.0]
-        monkeypatch.setattr("lockstep.server.engine_watch.time", Namespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr("lockstep.server.guard.time", Namespace(monotonic=lambda: now[0]))
         return now
 
     def made(self, engine: Engine) -> Any:

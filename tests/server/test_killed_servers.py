@@ -20,14 +20,14 @@ from conftest import VLLM
 from servers import HTTP, KEY, Server, descendants, serve
 from training import equal, make_trainer, train
 
-import lockstep.sync.wire.shared_memory as shared_memory
+import lockstep.weights.wire.shared_memory as shared_memory
 from lockstep.errors import EngineLost
-from lockstep.run.trainers.grpo import GRPOTrainer
-from lockstep.sync.source import PlainSource
-from lockstep.sync.wire.chunks import chunks
-from lockstep.sync.wire.gloo import GlooTransport
-from lockstep.sync.wire.slots import TrainerSlots
+from lockstep.run.trainers.methods import GRPOTrainer
 from lockstep.watch.receipt import check_receipt
+from lockstep.weights.source import PlainSource
+from lockstep.weights.wire.network import GlooTransport
+from lockstep.weights.wire.shared_memory import TrainerSlots
+from lockstep.weights.wire.stream import chunks
 
 pytestmark = [*VLLM, pytest.mark.usefixtures("server_key")]
 

@@ -22,12 +22,11 @@ import torch
 from servers import descendants, free_port
 
 from lockstep.cli.main import main
-from lockstep.engines.vllm.workers.environment import socket_folder
-from lockstep.engines.vllm.workers.start import vllm_installed
+from lockstep.engines.vllm.environment import socket_folder
+from lockstep.engines.vllm.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.server.command import ServeOptions, command_line, environment
-from lockstep.server.machine import check_file_limit, private_environment, reserved_port
-from lockstep.server.supervisor import Supervisor
+from lockstep.server.supervisor import Supervisor, check_file_limit, private_environment, reserved_port
 
 # A server that ignores SIGTERM, with a process of its own that does too, as vLLM's do while calls are open.
 STUBBORN = """
@@ -163,7 +162,7 @@ def test_a_low_limit_of_open_files_is_an_error_before_anything_is_started(monkey
 
 def test_the_limit_of_files_is_raised_where_it_may_be() -> None:
     code = (
-        "import resource; from lockstep.server.machine import check_file_limit; "
+        "import resource; from lockstep.server.supervisor import check_file_limit; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096)); check_file_limit(); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )

@@ -11,10 +11,10 @@ from conftest import needs_vllm
 from servers import Server, connect, serve
 from tiny import make_model, perturbed
 
-from lockstep.engines.http.vllm_server import VLLMServer
-from lockstep.engines.vllm.port.settings import only_dtype
-from lockstep.sync.push import push_weights
+from lockstep.engines.servers.server import VLLMServer
+from lockstep.engines.vllm.port.engine import only_dtype
 from lockstep.watch.modules import ModuleProbe, check_probe
+from lockstep.weights.push import push_weights
 
 
 @pytest.fixture(scope="module")

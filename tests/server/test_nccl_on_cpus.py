@@ -9,10 +9,9 @@ from servers import Server, connect
 from tiny import make_model, perturbed
 
 from lockstep.errors import InputError
-from lockstep.sync.push import push_weights
-from lockstep.sync.wire.gloo import NCCL
-from lockstep.sync.wire.nccl import check_gpus
 from lockstep.watch.modules import ModuleProbe, check_probe
+from lockstep.weights.push import push_weights
+from lockstep.weights.wire.network import NCCL, check_gpus
 
 pytestmark = VLLM
 

@@ -21,10 +21,10 @@ from tiny import make_model, make_tokenizer, save
 from transformers import AutoModelForCausalLM
 
 import lockstep
-from lockstep.run.trainers.online_dpo import OnlineDPOTrainer
+from lockstep.learn.methods.online_dpo import OnlineDPOObjective
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.run.trainers.methods import OnlineDPOTrainer
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.methods.online_dpo import OnlineDPOObjective
 
 pytestmark = VLLM
 SCRIPT = Path(__file__).parent / "trl_6228.py"
@@ -197,7 +197,7 @@ def test_trls_script_runs_as_it_stands_once_its_import_is_changed(
 def test_the_example_prefers_the_longer_answer_and_neither_where_both_are_equal(
     server: Server, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recording: Recording
 ) -> None:
-    monkeypatch.setattr("lockstep.training.config.online_config.has_fast_bf16", lambda: False)
+    monkeypatch.setattr("lockstep.config.run.has_fast_bf16", lambda: False)
     module, steps, batch, cap = example("online_dpo"), 3, 4, 14
     length = module.longer
     # The lengths are capped, so that many are equal.

@@ -9,7 +9,7 @@ from servers import Server, connect
 from tiny import make_model
 
 from lockstep.errors import EngineLost
-from lockstep.sync.push import push_weights
+from lockstep.weights.push import push_weights
 
 pytestmark = VLLM
 

@@ -14,10 +14,10 @@ from servers import Server, connect, serve
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import EngineLost
-from lockstep.sync.push import LAST_PUSHES, SyncRecord, push_weights
 from lockstep.watch.modules import ModuleProbe, check_probe
+from lockstep.weights.push import LAST_PUSHES, SyncRecord, push_weights
 
 pytestmark = VLLM
 TRANSPORTS = ["shared_memory", "gloo"]

@@ -21,7 +21,7 @@ from training import equal, make_trainer, train
 from lockstep.engines import connect
 from lockstep.errors import ProofError
 from lockstep.run.files.checkpoints import last_checkpoint
-from lockstep.run.trainers.grpo import GRPOTrainer
+from lockstep.run.trainers.methods import GRPOTrainer
 from lockstep.server.keys import KEY_VARIABLE, read_key
 
 pytestmark = [*VLLM, pytest.mark.long]

@@ -8,7 +8,7 @@ import pytest
 from conftest import VLLM
 
 from lockstep.errors import InputError
-from lockstep.server.arguments import check_names
+from lockstep.server.command import check_names
 
 pytestmark = VLLM
 
@@ -18,13 +18,13 @@ FREE = set((Path(__file__).parent / "free_arguments.txt").read_text().split())
 @pytest.fixture(scope="module")
 def arguments() -> set[str]:
     """The names of all arguments of this vLLM's server."""
-    from lockstep.engines.vllm.port.server import server_parser
+    from lockstep.engines.vllm.port.engine import server_parser
 
     return {action.dest for action in server_parser()._actions} - {"help"}
 
 
 def test_each_argument_is_either_free_or_refused(arguments: set[str]) -> None:
-    """After an upgrade of vLLM: read what a new argument does, then add it to `free_arguments.txt` or to server/arguments.py."""
+    """After an upgrade of vLLM: read what a new argument does, then add it to `free_arguments.txt` or to server/command.py."""
     refused = set()
     for name in arguments:
         try:

@@ -21,14 +21,14 @@ from training import equal, make_trainer, train
 
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.requests.sending import ServerRequests
-from lockstep.engines.http.server_calls import ServerCalls
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.calls import ServerCalls
+from lockstep.engines.servers.requests import ServerRequests
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import EngineLost, ProofError
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.sync.push import push_weights
-from lockstep.sync.wire.gloo import GlooTransport
 from lockstep.watch.modules import ModuleProbe, check_probe
+from lockstep.weights.push import push_weights
+from lockstep.weights.wire.network import GlooTransport
 
 # Two servers on two cores start slowly.
 pytestmark = [*VLLM, pytest.mark.long]
@@ -227,7 +227,7 @@ def test_a_lost_server_that_is_not_wanted_any_more_is_not_waited_for(
 def test_when_a_server_without_this_memory_joins_weights_go_to_all_over_gloo(server: Server, second: Server) -> None:
     engine, model = connect(server.url), perturbed(make_model(), scale=0.5)
     push_weights(model, engine, 1)
-    with patch("lockstep.sync.wire.transport.shares_memory", lambda asked: asked.url == server.url):
+    with patch("lockstep.weights.wire.transport.shares_memory", lambda asked: asked.url == server.url):
         joining = connect(second.url)
         joining.name_versions_as(engine)
         push_weights(model, joining, 1)

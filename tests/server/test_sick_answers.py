@@ -19,10 +19,10 @@ from tiny import make_model
 
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
-from lockstep.sync.push import push_weights
 from lockstep.watch.modules import ModuleProbe, check_probe
+from lockstep.weights.push import push_weights
 
 pytestmark = [*VLLM, pytest.mark.long]
 

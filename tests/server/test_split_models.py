@@ -21,12 +21,12 @@ from transformers import PreTrainedModel
 
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import LockstepError
-from lockstep.sync.push import push_weights
-from lockstep.sync.source import PlainSource
-from lockstep.sync.wire.chunks import chunks
 from lockstep.watch.modules import ModuleProbe, check_probe
+from lockstep.weights.push import push_weights
+from lockstep.weights.source import PlainSource
+from lockstep.weights.wire.stream import chunks
 
 pytestmark = VLLM
 KINDS = [pytest.param("untied", marks=pytest.mark.long), pytest.param("tied", marks=pytest.mark.release)]
@@ -89,8 +89,8 @@ def test_after_a_push_that_the_trainer_gave_up_both_workers_take_the_next(
     engine = connect(server.url, transport="shared_memory")
     push_weights(model, engine, 0)
     with monkeypatch.context() as patch:
-        patch.setattr("lockstep.sync.wire.shared_memory.chunks", lambda tensors: chunks(tensors, 40_000))
-        patch.setattr("lockstep.sync.push.weights_of", Ends)
+        patch.setattr("lockstep.weights.wire.shared_memory.chunks", lambda tensors: chunks(tensors, 40_000))
+        patch.setattr("lockstep.weights.push.weights_of", Ends)
         with pytest.raises(LockstepError, match="could not prepare the weights for the push: out of memory, by design"):
             push_weights(model, engine, 1)
     assert engine.version is None

@@ -17,9 +17,9 @@ from servers import KEY, Server, descendants, free_port, serve
 from test_split_models import REQUESTS, check_whole
 from tiny import make_model, perturbed
 
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import EngineLost
-from lockstep.sync.wire.transport import choose_transport
+from lockstep.weights.wire.transport import choose_transport
 
 pytestmark = [
     *VLLM,

@@ -15,7 +15,7 @@ from training import equal, make_trainer, train
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import EngineLost, InputError, LockstepError, ProofError
-from lockstep.sync.push import push_weights
+from lockstep.weights.push import push_weights
 
 pytestmark = [*VLLM, pytest.mark.long, pytest.mark.usefixtures("server_key")]
 
@@ -89,7 +89,7 @@ def test_a_server_with_another_weight_transfer_is_refused_with_the_command_to_st
     untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This tests the trainer's check of the worker's report. In every other test the worker is a real one.
-    from lockstep.engines.http.server_calls import ServerCalls
+    from lockstep.engines.servers.calls import ServerCalls
 
     state = {"backend": "nccl", "world_size": 1, "copies": 1, "settings": {}, "updating": False, "instance": "x"}
     monkeypatch.setattr(ServerCalls, "workers", lambda self, method, *args: [state])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engines.http.server_calls import urls_of_file
+from lockstep.engines.servers.calls import urls_of_file
 from lockstep.errors import InputError
-from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.learn.methods.grpo import GRPOConfig
 
 
 def config(folder: Path, **fields: str) -> GRPOConfig:

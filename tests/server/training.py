@@ -10,8 +10,8 @@ from unittest.mock import patch
 import datasets
 import torch
 
-from lockstep.run.trainers.grpo import GRPOTrainer
-from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.learn.methods.grpo import GRPOConfig
+from lockstep.run.trainers.methods import GRPOTrainer
 
 # Called with the trainer and the number of the step; returns a context in which the step runs.
 Sabotage = Callable[[GRPOTrainer, int], Any]

@@ -11,10 +11,10 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 from lockstep.errors import InputError
+from lockstep.learn.attention.tree import adopt_tree_attention
 from lockstep.shards.files import read_optimizer, read_weights, write_shards
-from lockstep.shards.gradients import clip_sharded
+from lockstep.shards.model import clip_sharded
 from lockstep.shards.passes import Passes
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 from lockstep.watch.resume import memory_digests
 
 __all__ = ["passes", "shard"]

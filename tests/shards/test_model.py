@@ -22,18 +22,17 @@ from lockstep.contract.tensors import LoadedWeights, tensor_specs
 from lockstep.errors import InputError, LockstepError, ProofError
 from lockstep.extras.deepspeed import deepspeed_parts
 from lockstep.extras.deepspeed.weights import ZeroWeights
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.pack import pack_sequences
+from lockstep.learn.scoring import TokenScores, in_passes, score_pack
+from lockstep.learn.sequence import TrainingSequence
 from lockstep.shards.fsdp import FsdpWeights
 from lockstep.shards.model import ShardedModel, sharded
 from lockstep.shards.passes import Passes
-from lockstep.sync.push import push_weights
-from lockstep.sync.source import PlainSource
-from lockstep.training.batch.pack import pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.passes import in_passes
-from lockstep.training.forward.scoring import TokenScores, score_pack
-from lockstep.watch.accumulation import AccumulationProof
-from lockstep.watch.rescoring import sequence_logits
+from lockstep.watch.elements import AccumulationProof
+from lockstep.watch.plain_forward import sequence_logits
+from lockstep.weights.push import push_weights
+from lockstep.weights.source import PlainSource
 
 IDS = [3, 1, 4, 1, 5]
 Shard = Callable[..., ShardedModel]

@@ -10,10 +10,10 @@ from tiny import make_model
 
 from lockstep.contract.tensors import tensor_specs
 from lockstep.errors import ProofError
+from lockstep.learn.attention.tree import adopt_tree_attention
 from lockstep.models.adapters import add_adapter, causal_model
-from lockstep.sync.merged import AdaptedSource
-from lockstep.sync.push import check_live
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+from lockstep.weights.merged import AdaptedSource
+from lockstep.weights.push import check_live
 
 __all__ = ["passes", "shard"]
 

@@ -16,9 +16,9 @@ from lockstep.errors import InputError
 from lockstep.extras.deepspeed import deepspeed_parts
 from lockstep.extras.deepspeed import weights as weights_module
 from lockstep.extras.deepspeed.weights import ZeroWeights
+from lockstep.learn.attention.tree import adopt_tree_attention
 from lockstep.shards.model import ShardedModel
 from lockstep.shards.passes import Passes
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 
 pytest.importorskip("deepspeed")
 __all__ = ["passes"]

@@ -50,9 +50,8 @@ def steps(kind: Any, passes: Any, precision: Any) -> dict[str, Any]:
     import torch
     from tiny import make_model
 
-    from lockstep.shards.model import ShardedModel
-    from lockstep.shards.parts import local_part
-    from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
+    from lockstep.learn.attention.tree import adopt_tree_attention
+    from lockstep.shards.model import ShardedModel, local_part
 
     torch.manual_seed(0)
     model = make_model()
@@ -85,11 +84,10 @@ def autocast(precision: Any) -> Any:
 
 
 def loss(model: Any, first: int) -> Any:
+    from lockstep.learn.pack import pack_sequences
+    from lockstep.learn.scoring import in_passes, score_pack
+    from lockstep.learn.sequence import TrainingSequence
     from lockstep.shards.model import sharded
-    from lockstep.training.batch.pack import pack_sequences
-    from lockstep.training.batch.sequence import TrainingSequence
-    from lockstep.training.forward.passes import in_passes
-    from lockstep.training.forward.scoring import score_pack
 
     one = TrainingSequence("a/0", [3, first], [4, 1, 5 + first], [0.0] * 3)  # type: ignore[arg-type]
     (pack,) = pack_sequences([one], 64)

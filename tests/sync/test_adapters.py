@@ -21,12 +21,12 @@ from lockstep.contract.protocol import Engine
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
-from lockstep.models.autocast import Precision
-from lockstep.sync.merged import AdaptedSource
-from lockstep.sync.push import push_weights, weights_of
-from lockstep.sync.source import PlainSource
+from lockstep.models.arithmetic import Precision
 from lockstep.watch.modules import ModuleProbe
-from lockstep.watch.rescoring import sequence_logits
+from lockstep.watch.plain_forward import sequence_logits
+from lockstep.weights.merged import AdaptedSource
+from lockstep.weights.push import push_weights, weights_of
+from lockstep.weights.source import PlainSource
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 KINDS: dict[str, dict[str, Any]] = {

@@ -34,13 +34,13 @@ from lockstep.extras.lora_alone.adapter_source import (
     adapter_shape,
     check_alone,
 )
-from lockstep.models.autocast import Precision
-from lockstep.sync.push import weights_of
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.models.arithmetic import Precision
+from lockstep.tokens.chat import load_tokenizer
 from lockstep.watch.gap import measure_gap
 from lockstep.watch.modules import check_probe
+from lockstep.watch.plain_forward import completion_logps
 from lockstep.watch.push import ProvenPusher
-from lockstep.watch.rescoring import completion_logps
+from lockstep.weights.push import weights_of
 
 LONG = torch.randint(10, 300, (100,), generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -16,13 +16,13 @@ from tiny import make_model, save
 from lockstep import connection
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import EngineLost, InputError, ProofError
 from lockstep.extras.lora_alone.adapter_proof import AdapterPush
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.sync.push import push_weights
 from lockstep.watch.push import ProvenPusher
+from lockstep.weights.push import push_weights
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 

@@ -20,15 +20,14 @@ from tiny import make_model
 
 from lockstep.contract.tensors import HeldWeights, LoadedWeights, tensor_specs
 from lockstep.errors import ProofError
-from lockstep.models.autocast import Precision
-from lockstep.sync.push import forget_push, push_weights
-from lockstep.sync.source import LastPush, PlainSource, Update
-from lockstep.sync.wire import deltas
-from lockstep.sync.wire.deltas import NO_CHANGES, Changes, ReceivedWeights, apply_changes, changes_between, part_of
-from lockstep.sync.wire.gloo import GlooTransport
-from lockstep.sync.wire.nccl import NCCLTransport
-from lockstep.sync.wire.shared_memory import SharedMemoryTransport
+from lockstep.models.arithmetic import Precision
 from lockstep.watch.push import ProvenPusher
+from lockstep.weights.push import forget_push, push_weights
+from lockstep.weights.source import LastPush, PlainSource, Update
+from lockstep.weights.wire import stream as deltas
+from lockstep.weights.wire.network import GlooTransport, NCCLTransport
+from lockstep.weights.wire.shared_memory import SharedMemoryTransport
+from lockstep.weights.wire.stream import NO_CHANGES, Changes, ReceivedWeights, apply_changes, changes_between, part_of
 
 HALVES = [torch.bfloat16, torch.float16]
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.sync.wire.chunks import buffer_bytes, chunks, layout, views
+from lockstep.weights.wire.stream import buffer_bytes, chunks, layout, views
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3)

@@ -1,4 +1,4 @@
-"""What `sync/wire/cuda_ipc.py` relies on in PyTorch. Pushes over CUDA IPC are in `tests/pretend_cuda/test_runs.py`."""
+"""What `weights/wire/cuda_ipc.py` relies on in PyTorch. Pushes over CUDA IPC are in `tests/pretend_cuda/test_runs.py`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from test_transports import Worker
 from torch.multiprocessing import reductions
 
 from lockstep.errors import InputError
-from lockstep.sync.wire import cuda_ipc, shared_memory
-from lockstep.sync.wire.cuda_ipc import NAME
-from lockstep.sync.wire.slots import TrainerLock, TrainerSlots, segment_bytes, worker_chunks
-from lockstep.sync.wire.transport import choose_transport
+from lockstep.weights.wire import cuda_ipc, shared_memory
+from lockstep.weights.wire.cuda_ipc import NAME
+from lockstep.weights.wire.shared_memory import TrainerLock, TrainerSlots, segment_bytes, worker_chunks
+from lockstep.weights.wire.transport import choose_transport
 
 FIELDS = [
     "device", "handle", "storage_size_bytes", "storage_offset_bytes", "ref_counter_handle", "ref_counter_offset", "event_handle",

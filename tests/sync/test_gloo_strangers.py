@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from test_transports import Worker, arrived_whole, weights
 
-from lockstep.sync.wire.gloo import GlooTransport
-from lockstep.sync.wire.groups.channel import FROM_SENDER
-from lockstep.sync.wire.groups.meeting import Meeting, gloo_group, ready_key
+from lockstep.weights.wire.groups import FROM_SENDER, Meeting, gloo_group, ready_key
+from lockstep.weights.wire.network import GlooTransport
 
 REFUSED = "another program took part in this push, so no weights were sent"
 LIMIT = 20.0

@@ -9,22 +9,22 @@ import torch
 from test_changes import Receiver
 from tiny import make_model
 
-import lockstep.contract.device_digest as device_digest
-import lockstep.sync.push as push_module
-from lockstep.contract.device_digest import new_key
+import lockstep.contract.tensors as device_digest
+import lockstep.weights.push as push_module
 from lockstep.contract.tensors import (
     LoadedWeights,
     begin_specs,
     finished,
     key_of,
+    new_key,
     one_push,
     tensor_digest,
     tensor_specs,
 )
 from lockstep.errors import LockstepError, ProofError
-from lockstep.sync.push import push_weights
-from lockstep.sync.source import PlainSource
-from lockstep.sync.wire.deltas import part_of
+from lockstep.weights.push import push_weights
+from lockstep.weights.source import PlainSource
+from lockstep.weights.wire.stream import part_of
 
 Named = list[tuple[str, torch.Tensor]]
 ONE, OTHER = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.self_attn.q_proj.weight"

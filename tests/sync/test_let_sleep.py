@@ -9,7 +9,7 @@ from tiny import make_model
 
 from lockstep.contract.tensors import HeldWeights, tensor_specs
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.sync.push import let_sleep, push_weights
+from lockstep.weights.push import let_sleep, push_weights
 
 
 @pytest.mark.parametrize("discards", [True, False])

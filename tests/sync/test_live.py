@@ -14,10 +14,10 @@ from test_push import Recorder
 from tiny import make_model
 
 from lockstep.errors import ProofError
-from lockstep.sync import push as push_module
-from lockstep.sync.merged import AdaptedSource
-from lockstep.sync.push import push_weights
-from lockstep.sync.source import PlainSource
+from lockstep.weights import push as push_module
+from lockstep.weights.merged import AdaptedSource
+from lockstep.weights.push import push_weights
+from lockstep.weights.source import PlainSource
 
 
 class HalfPrecision(Recorder):

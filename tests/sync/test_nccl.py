@@ -21,15 +21,20 @@ from forked import Program
 from test_transports import Worker, arrived_whole, over_groups, weights
 
 from lockstep.errors import EngineLost, InputError
-from lockstep.sync.wire.gloo import NCCL, GlooTransport
-from lockstep.sync.wire.groups import devices
-from lockstep.sync.wire.groups.channel import FROM_SENDER
-from lockstep.sync.wire.groups.devices import DeviceChannel, nccl_environment
-from lockstep.sync.wire.groups.meeting import Meeting, connect, gloo_group, ready_key
-from lockstep.sync.wire.groups.proof import prove
-from lockstep.sync.wire.nccl import check_gpus, identity_of
-from lockstep.sync.wire.transport import choose_transport
-from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.learn.methods.grpo import GRPOConfig
+from lockstep.weights.wire import groups as devices
+from lockstep.weights.wire.groups import (
+    FROM_SENDER,
+    DeviceChannel,
+    Meeting,
+    connect,
+    gloo_group,
+    nccl_environment,
+    prove,
+    ready_key,
+)
+from lockstep.weights.wire.network import NCCL, GlooTransport, check_gpus, identity_of
+from lockstep.weights.wire.transport import choose_transport
 
 INTERFACE = "NCCL_SOCKET_IFNAME"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -12,11 +12,11 @@ import torch
 from tiny import make_model
 
 from lockstep.contract.tensors import LoadedWeights, tensor_digest, tensor_specs
-from lockstep.engines.http.requests.messages import loaded_by
+from lockstep.engines.servers.messages import loaded_by
 from lockstep.engines.vllm.port.receive import StoredNames
 from lockstep.errors import InputError, ProofError
-from lockstep.sync.push import check_loaded, push_weights
-from lockstep.sync.source import PlainSource, Update
+from lockstep.weights.push import check_loaded, push_weights
+from lockstep.weights.source import PlainSource, Update
 
 
 class Recorder:

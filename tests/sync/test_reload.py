@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError
-from lockstep.sync.push import push_weights
 from lockstep.watch.modules import ModuleProbe, check_probe
+from lockstep.weights.push import push_weights
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.sync.wire import shared_memory
-from lockstep.sync.wire.chunks import Named
-from lockstep.sync.wire.slots import TrainerLock, TrainerSlots, is_unlocked, segment_bytes, worker_chunks
+from lockstep.weights.wire import shared_memory
+from lockstep.weights.wire.shared_memory import TrainerLock, TrainerSlots, is_unlocked, segment_bytes, worker_chunks
+from lockstep.weights.wire.stream import Named
 
 SLOT, WORKERS = 256, 2
 # A wait that lasts to its limit of NEVER seconds runs into the limit of the test.

@@ -15,12 +15,12 @@ import lockstep.engines.vllm.port.receive
 from lockstep.contract.protocol import GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.port.settings import effective_settings
+from lockstep.engines.vllm.port.engine import effective_settings
 from lockstep.errors import ProofError
-from lockstep.sync.push import push_weights
 from lockstep.watch.gap import GapStats, measure_gap, over_limits
 from lockstep.watch.modules import ModuleProbe, check_probe
 from lockstep.watch.tolerances import tolerance
+from lockstep.weights.push import push_weights
 
 pytestmark = [pytest.mark.vllm, needs_vllm]
 LIMIT = tolerance(torch.float32, torch.float32)

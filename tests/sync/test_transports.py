@@ -17,16 +17,16 @@ import torch
 from torch.distributed import TCPStore
 
 from lockstep.errors import EngineLost, InputError
-from lockstep.sync.wire import chunks as chunks_module
-from lockstep.sync.wire import cuda_ipc, gloo, shared_memory
-from lockstep.sync.wire import transport as transport_module
-from lockstep.sync.wire.chunks import Named, chunks
-from lockstep.sync.wire.cuda_ipc import CudaIPCTransport
-from lockstep.sync.wire.gloo import GLOO, NCCL, GlooTransport, Receiver
-from lockstep.sync.wire.groups.meeting import Meeting, connect, ready_key
-from lockstep.sync.wire.nccl import NCCLTransport
-from lockstep.sync.wire.shared_memory import Segment, SharedMemoryTransport
-from lockstep.sync.wire.transport import choose_transport
+from lockstep.weights.wire import cuda_ipc, shared_memory
+from lockstep.weights.wire import network as gloo
+from lockstep.weights.wire import stream as chunks_module
+from lockstep.weights.wire import transport as transport_module
+from lockstep.weights.wire.cuda_ipc import CudaIPCTransport
+from lockstep.weights.wire.groups import Meeting, connect, ready_key
+from lockstep.weights.wire.network import GLOO, NCCL, GlooTransport, NCCLTransport, Receiver
+from lockstep.weights.wire.shared_memory import Segment, SharedMemoryTransport
+from lockstep.weights.wire.stream import Named, chunks
+from lockstep.weights.wire.transport import choose_transport
 
 CHUNK = 4096
 # One tensor is larger than a chunk, one is larger than half a chunk, and many share a chunk.

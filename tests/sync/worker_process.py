@@ -16,7 +16,7 @@ from multiprocessing.connection import Client
 def main() -> None:
     import torch
 
-    from lockstep.sync.wire.gloo import Receiver
+    from lockstep.weights.wire.network import Receiver
 
     receiver, found = Receiver(), dict[str, list[float]]()
     with Client(sys.argv[1], "AF_UNIX") as calls:

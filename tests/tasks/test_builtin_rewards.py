@@ -13,8 +13,7 @@ import reasoning_gym as gym
 
 from lockstep.errors import InputError
 from lockstep.tasks import math_comparison
-from lockstep.tasks.builtin_rewards import accuracy, format, length, reasoning_gym, soft_overlong
-from lockstep.tasks.rewards import load_reward, names_model
+from lockstep.tasks.rewards import accuracy, format, length, load_reward, names_model, reasoning_gym, soft_overlong
 
 SAME = [
     (r"so it is \boxed{\frac{1}{2}}", "0.5"),

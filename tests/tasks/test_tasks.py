@@ -12,15 +12,21 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from lockstep.cli.fields.inputs import factory_names
+from lockstep.cli.fields import factory_names
 from lockstep.errors import InputError
-from lockstep.rollouts.programs.environment_process import end_process, in_process
-from lockstep.tasks.arithmetic import KINDS, arithmetic
-from lockstep.tasks.builtin_rewards import exact_match
-from lockstep.tasks.calculator import calculator, multiply, right_call
+from lockstep.rollouts.programs.environments import end_process, in_process
+from lockstep.tasks.builtin import (
+    KINDS,
+    SeveralTries,
+    SpokenTries,
+    arithmetic,
+    calculator,
+    multiply,
+    reasoning_gym_problems,
+    right_call,
+)
 from lockstep.tasks.data import TaskData, load_data
-from lockstep.tasks.gym import SeveralTries, SpokenTries, reasoning_gym_problems
-from lockstep.tasks.rewards import load_reward
+from lockstep.tasks.rewards import exact_match, load_reward
 
 
 def load(name: str, **fields: Any) -> TaskData:
@@ -69,7 +75,7 @@ def test_reasoning_gym_scores_its_own_answers() -> None:
 
 def test_a_reasoning_gym_problem_may_be_tried_again_also_in_a_process_of_its_own() -> None:
     train, _, _ = reasoning_gym_problems("letter_counting", 5, 1, seed=0)
-    in_a_process = in_process("lockstep.tasks.gym:SeveralTries")()
+    in_a_process = in_process("lockstep.tasks.builtin:SeveralTries")()
     try:
         for environment in (SeveralTries(), in_a_process):
             for row in train:
@@ -274,7 +280,7 @@ def test_rewards_are_found_by_name_file_and_package(tmp_path: Path) -> None:
     file.write_text("def half(completions, **_):\n    return [0.5] * len(completions)\n")
     assert load_reward("exact_match") is exact_match
     assert load_reward(f"{file}:half")(completions=["a", "b"]) == [0.5, 0.5]
-    assert load_reward("lockstep.tasks.builtin_rewards.exact_match") is exact_match
+    assert load_reward("lockstep.tasks.rewards.exact_match") is exact_match
 
 
 @pytest.mark.parametrize(

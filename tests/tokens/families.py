@@ -15,8 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.errors import InputError
-from lockstep.tokens.conversation.extension import Extension
-from lockstep.tokens.conversation.extension_proof import CASES
+from lockstep.tokens.extension import CASES, Extension
 
 _TRL = Path(trl.__file__).parent / "chat_templates"
 _CHATML = (

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
+from lockstep.learn.sequence import TrainingSequence
 from lockstep.rollouts.group import Prompt
 from lockstep.tokens.arrays import BadValues, cut, flags, joined, reals, whole_numbers
-from lockstep.training.batch.sequence import TrainingSequence
 
 KEY = RequestKey("p", 0)
 LENGTHS = st.lists(st.integers(0, 5), max_size=6)

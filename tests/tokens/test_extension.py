@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from lockstep.errors import InputError, ProofError
 from lockstep.tokens.arrays import Ids, joined, whole_numbers
 from lockstep.tokens.chat import render_prompt
-from lockstep.tokens.conversation.continuation import EARLIER_DIFFERS, END_DIFFERS, TURN_DIFFERS
-from lockstep.tokens.conversation.extension import Branch, Extension, Insert, Message
+from lockstep.tokens.extension import EARLIER_DIFFERS, END_DIFFERS, TURN_DIFFERS, Branch, Extension, Insert, Message
 
 _GROWING = [name for name in FAMILIES if name != "no control tokens"]
 _JSON = ("hermes", "mistral", "deepseek", "harmony", "llama3_json")
@@ -234,8 +233,8 @@ def test_thinking_stays_while_tools_answer_and_a_new_user_turn_branches(name: st
     assert cases["thinking, user"].startswith("branches")
 
 
-def test_the_table_of_the_docs_is_what_happens() -> None:
-    page = Path(__file__).parents[2] / "docs" / "internals" / "conversations.md"
+def test_the_table_of_families_is_what_happens() -> None:
+    page = Path(__file__).with_name("families.md")
     assert table() in page.read_text("utf-8")
 
 

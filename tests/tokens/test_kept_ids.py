@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tokens.arrays import BadValues
-from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
+from lockstep.tokens.arrays import BadValues, KeptIds, joined_kept_ids
 
 SETS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=4).map(sorted), max_size=6)
 

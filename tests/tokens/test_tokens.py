@@ -11,10 +11,9 @@ from tiny import make_model, make_tokenizer
 
 from lockstep import GRPOConfig
 from lockstep.errors import InputError
-from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.tokens.chat import render_prompt
-from lockstep.tokens.tokenizer import embedding_rows, fit_vocabulary, guard_tokenizer, load_tokenizer
-from lockstep.training.data.prompts import read_prompts
+from lockstep.rollouts.ranks import Ranks
+from lockstep.run.data.prompts import read_prompts
+from lockstep.tokens.chat import embedding_rows, fit_vocabulary, guard_tokenizer, load_tokenizer, render_prompt
 
 
 def test_a_missing_pad_token_becomes_the_end_token_and_the_vocabulary_stays() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from test_extension import as_text, ids_of
 
 from lockstep.tokens.arrays import joined, whole_numbers
-from lockstep.tokens.conversation.extension import Extension
-from lockstep.tokens.conversation.tool_formats import FORMATS
-from lockstep.tokens.conversation.turns import ParsedTurn
+from lockstep.tokens.extension import Extension
+from lockstep.tokens.tool_calls import FORMATS
+from lockstep.tokens.turns import ParsedTurn
 
 
 class Written(NamedTuple):

@@ -11,10 +11,8 @@ from families import VISION, tokenizer_of
 
 from lockstep.errors import InputError
 from lockstep.tokens.arrays import Ids, joined, whole_numbers
-from lockstep.tokens.chat import Message
-from lockstep.tokens.conversation.continuation import EARLIER_DIFFERS
-from lockstep.tokens.conversation.extension import Branch, Extension, Insert
-from lockstep.tokens.picture_ids import picture_part
+from lockstep.tokens.chat import Message, picture_part
+from lockstep.tokens.extension import EARLIER_DIFFERS, Branch, Extension, Insert
 
 
 class Shown(NamedTuple):

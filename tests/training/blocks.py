@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from lockstep.training.forward.attention import block_attention
+from lockstep.learn.attention import blocks as block_attention
 
 
 @contextmanager

@@ -25,17 +25,15 @@ from subjects import Subject
 from lockstep import OnlineDPOConfig
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.extras.verify.logprob_checks import Unwatched
+from lockstep.learn import recomputation
+from lockstep.learn.generation import prepare_generation, score_all, sequences_of
+from lockstep.learn.methods.objective import Objective
+from lockstep.learn.scoring import why_plain_rows
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import Policy, UpdateSums, learn
 from lockstep.models.adapters import causal_model
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward import recomputation
-from lockstep.training.forward.scoring import why_plain_rows
-from lockstep.training.methods.objective import Objective
-from lockstep.training.step.generation import prepare_generation, sequences_of
-from lockstep.training.step.score_all import score_all
-from lockstep.training.step.update import Policy, learn
-from lockstep.training.step.update_sums import UpdateSums
 from lockstep.watch.evidence import TokenEvidence
 
 # Gives the scalar loss of one optimizer step by the reference.

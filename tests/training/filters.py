@@ -13,11 +13,10 @@ import torch
 from tiny import make_tokenizer
 from transformers import PreTrainedModel
 
-from lockstep.contract.grammars import GrammarCompiler
-from lockstep.contract.sampling import Grammar, Sampling
-from lockstep.tokens.kept_ids import KeptIds
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.filters.id_rules import IdRules
+from lockstep.contract.sampling import Grammar, GrammarCompiler, Sampling
+from lockstep.learn.filters import IdRules
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.tokens.arrays import KeptIds
 
 END, VOCABULARY = 0, 384
 Allowed = Callable[[Sequence[int]], torch.Tensor]

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.tokens.chat import load_tokenizer
 
 
 def let_the_interpreter_run_them() -> None:

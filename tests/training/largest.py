@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.training.forward.attention import block_attention
+from lockstep.learn.attention import blocks as block_attention
 
 
 class Largest(TorchDispatchMode):

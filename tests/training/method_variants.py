@@ -13,12 +13,12 @@ from reference_methods import Drawn
 from subjects import Subject
 
 from lockstep import GRPOConfig, OnlineDPOConfig, PPOConfig, ReinforcePPConfig, RLOOConfig
-from lockstep.training.methods.grpo import GRPOObjective
-from lockstep.training.methods.objective import Objective
-from lockstep.training.methods.online_dpo import OnlineDPOObjective
-from lockstep.training.methods.ppo import PPOObjective
-from lockstep.training.methods.reinforce_pp import ReinforcePPObjective
-from lockstep.training.methods.rloo import RLOOObjective
+from lockstep.learn.methods.grpo import GRPOObjective
+from lockstep.learn.methods.objective import Objective
+from lockstep.learn.methods.online_dpo import OnlineDPOObjective
+from lockstep.learn.methods.ppo import PPOObjective
+from lockstep.learn.methods.reinforce_pp import ReinforcePPObjective
+from lockstep.learn.methods.rloo import RLOOObjective
 
 CLASSES: dict[str, tuple[type, type[Objective]]] = {
     "GRPO": (GRPOConfig, GRPOObjective),

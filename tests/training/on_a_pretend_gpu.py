@@ -26,14 +26,14 @@ import torch
 
 from lockstep import GRPOConfig
 from lockstep.contract.tensors import tensor_specs
-from lockstep.engines.vllm.workers.start import number_of_workers
+from lockstep.engines.vllm.start import number_of_workers
 from lockstep.errors import InputError
-from lockstep.models.base_digest import _digest
-from lockstep.run.files.run_identity import curve_settings
-from lockstep.training.batch.pack import pack_rows
-from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.learn.pack import pack_rows
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.models.adapters import _digest
+from lockstep.run.files.identity import curve_settings
+from lockstep.watch.inputs import surroundings
 from lockstep.watch.resume import memory_digests
-from lockstep.watch.surroundings import surroundings
 
 
 def config(**fields: Any) -> GRPOConfig:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.learn.methods.grpo import GRPOConfig
+from lockstep.learn.sequence import TrainingSequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)

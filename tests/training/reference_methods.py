@@ -18,7 +18,7 @@ from hypothesis import assume
 from reference import branches_of, sampled_places
 from transformers import PreTrainedModel
 
-from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.learn.sequence import TrainingSequence
 
 
 @dataclass

@@ -241,8 +241,8 @@ def fails(where: str) -> Callable[[str, Path], Any]:
     """A rank fails: before its passes, between a forward and its backward, or in the middle of a forward."""
 
     def work(model: str, folder: Path) -> Any:
+        import lockstep.learn.update as step
         import lockstep.shards.passes as passes
-        import lockstep.training.step.update as step
         from lockstep.watch.run import RunWatch
 
         passes.PASS_LIMIT = 5.0

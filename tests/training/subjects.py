@@ -11,8 +11,8 @@ import peft
 import torch
 from tiny import make_model, make_stateful
 
+from lockstep.learn.attention.tree import adopt_tree_attention
 from lockstep.models.adapters import causal_model
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
 
 WIDTH = 64
 

@@ -17,11 +17,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallba
 from lockstep import GRPOConfig, GRPOTrainer, OnlineDPOConfig, OnlineDPOTrainer
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, ProofError
-from lockstep.models.adapter_files import Base, read_base
-from lockstep.models.adapters import is_adapted
-from lockstep.models.base_digest import base_digest
+from lockstep.models.adapters import Base, base_digest, is_adapted, read_base
 from lockstep.models.quantised import is_quantised
-from lockstep.sync.push import weights_of
+from lockstep.weights.push import weights_of
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

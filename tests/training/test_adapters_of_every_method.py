@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig
 
 from lockstep.contract.protocol import Engine
 from lockstep.models.quantised import is_quantised
-from lockstep.sync.push import weights_of
+from lockstep.weights.push import weights_of
 
 # Methods that can have a reference have one: the model without the adapter.
 METHODS = {method: fields if method == "OnlineDPO" else {**fields, "beta": 0.1} for method, fields in FIELDS.items()}

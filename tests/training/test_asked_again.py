@@ -15,8 +15,7 @@ import torch
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import ProofError
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.scores.reward_log import RewardLog
-from lockstep.rollouts.scores.rewards import RewardFunction, RewardScorer
+from lockstep.rollouts.rewards import RewardFunction, RewardLog, RewardScorer
 from lockstep.watch import rewards
 from lockstep.watch.rewards import AskedAgain
 

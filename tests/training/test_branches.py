@@ -14,15 +14,15 @@ from methods import FIELDS, make, parameters
 
 from lockstep import GRPOConfig
 from lockstep.contract.protocol import Completion, Engine, RequestKey
+from lockstep.learn.generation import Generation, prepare_generation, sequences_of
+from lockstep.learn.methods.grpo import GRPOObjective
+from lockstep.learn.pack import pack_rows, pack_sequences
+from lockstep.learn.sequence import TrainingSequence
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.run.files.completion_log import rows_of
+from lockstep.run.files.logs import rows_of
+from lockstep.run.metrics import rollout_metrics, staleness_metrics
 from lockstep.tokens.arrays import BadValues
-from lockstep.training.batch.pack import pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.generate.metrics import rollout_metrics, staleness_metrics
-from lockstep.training.methods.grpo import GRPOObjective
-from lockstep.training.step.generation import Generation, prepare_generation, sequences_of
 from lockstep.watch.receipt import RECEIPT, check_receipt
 
 METHODS = {name.partition(":")[0]: variant for name, variant in reversed(VARIANTS.items())}

@@ -15,7 +15,7 @@ from tiny import make_model
 from transformers.integrations import integration_utils
 
 import lockstep
-from lockstep.engines.vllm.workers.start import vllm_installed
+from lockstep.engines.vllm.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.server.launch import check_settings
 

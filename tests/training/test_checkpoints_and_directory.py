@@ -21,8 +21,9 @@ from tiny import make_model, make_tokenizer
 from transformers import TrainingArguments
 
 from lockstep import GRPOConfig
+from lockstep.config.table import INHERITED
 from lockstep.errors import InputError, LockstepError, writing
-from lockstep.run.files import run_directory
+from lockstep.run.files import directory as run_directory
 from lockstep.run.files.checkpoints import (
     UNFINISHED,
     checkpoint_step,
@@ -34,10 +35,9 @@ from lockstep.run.files.checkpoints import (
     staged_checkpoint,
     staging_place,
 )
-from lockstep.run.files.run_directory import RunPlace
-from lockstep.run.files.run_directory import open_run as locked_run
-from lockstep.run.files.run_identity import bookkeeping, changed_fields, curve_settings
-from lockstep.training.config.options import INHERITED
+from lockstep.run.files.directory import RunPlace
+from lockstep.run.files.directory import open_run as locked_run
+from lockstep.run.files.identity import bookkeeping, changed_fields, curve_settings
 from lockstep.watch.receipt import RECEIPT, Receipt
 from lockstep.watch.resume import seal
 

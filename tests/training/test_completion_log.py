@@ -16,10 +16,9 @@ from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.contract.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
-from lockstep.report.completions import Row
-from lockstep.run.files.completion_log import rows_of
-from lockstep.run.files.completion_tables import markdown_of, table_of
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.report.live import Row
+from lockstep.run.files.logs import markdown_of, rows_of, table_of
+from lockstep.tokens.chat import load_tokenizer
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(4)]})
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-import lockstep.training.config.online_config
+import lockstep.config.run
 from lockstep.errors import InputError
-from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.learn.methods.grpo import GRPOConfig
 
 
 def config(**fields: Any) -> GRPOConfig:
@@ -96,7 +96,7 @@ def test_precision_follows_the_machine_and_the_engine_follows_the_trainer() -> N
 def test_where_nothing_is_said_both_sides_take_bf16_exactly_where_it_is_fast(
     fast: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lockstep.training.config.online_config, "has_fast_bf16", lambda: fast)
+    monkeypatch.setattr(lockstep.config.run, "has_fast_bf16", lambda: fast)
     made = config()
     assert made.bf16 is fast
     assert made.engine_torch_dtype == made.trainer_dtype == dtype

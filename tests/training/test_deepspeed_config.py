@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.errors import InputError
-from lockstep.run.files.run_identity import is_bookkeeping
+from lockstep.run.files.identity import is_bookkeeping
 
 pytest.importorskip("deepspeed")
 STAGE = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}

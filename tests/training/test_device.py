@@ -15,8 +15,8 @@ import torch
 from conftest import needs_vllm
 
 from lockstep import GRPOConfig
+from lockstep.devices import check_driver, prepare_cuda, unused_gpus
 from lockstep.errors import InputError
-from lockstep.models.cuda import check_driver, prepare_cuda, unused_gpus
 from lockstep.watch.receipt import RECEIPT, read_receipt
 
 _PROGRAM = Path(__file__).parent / "on_a_pretend_gpu.py"

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.run.files.lock import LOCK, Occupied, _held, locked
+from lockstep.run.files.directory import LOCK, Occupied, _held, locked
 
 
 @contextmanager

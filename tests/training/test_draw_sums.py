@@ -14,10 +14,8 @@ from test_kept_logps import VOCABULARY as KEPT_VOCABULARY
 from test_kept_logps import WIDTH as KEPT_WIDTH
 from test_kept_logps import made_head, made_sets
 
-from lockstep.training.forward import draw_sums
-from lockstep.training.forward.draw_sums import DrawSums
-from lockstep.training.forward.filters.kept_logps import kept_logits, kept_logps
-from lockstep.training.forward.token_logps import token_logps
+from lockstep.learn import token_logps as draw_sums
+from lockstep.learn.token_logps import DrawSums, kept_logits, kept_logps, token_logps
 
 WIDTH, VOCABULARY = 5, 11
 

@@ -20,7 +20,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "reference": ("GRPO", {**GROUPS, "beta": 0.1}),
     "top-p": ("GRPO", {**GROUPS, "top_p": 0.9}),
     # At the second step the entropies are those of a policy with which the engine has not sampled.
-    "top-p, entropies of each step": (
+    "top-p-entropies-of-each-step": (
         "GRPO",
         {**GROUPS, "top_p": 0.8, "top_entropy_quantile": 0.5, "num_iterations": 2},
     ),
@@ -71,7 +71,7 @@ def test_completions_that_a_rollout_func_made_are_not_bet_on(
     untied_dir: str, tmp_path: Path, hf_engine: Engine
 ) -> None:
     """A rollout_func may choose between samples."""
-    from lockstep.training.generate.rollouts.function import generate_rollout_completions
+    from lockstep.run.programs import generate_rollout_completions
 
     def likelier_of_two(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         both = [generate_rollout_completions(trainer, prompts) for _ in range(2)]

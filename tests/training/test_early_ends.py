@@ -17,7 +17,7 @@ import lockstep
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, Interrupted, LockstepError
 from lockstep.run.files.checkpoints import last_checkpoint
-from lockstep.run.files.run_directory import RunPlace
+from lockstep.run.files.directory import RunPlace
 from lockstep.run.run import run_method
 
 FIELDS: dict[str, Any] = {**GROUPS, "max_steps": 4, "save_strategy": "steps", "save_steps": 1, "report_to": "none"}

@@ -20,7 +20,7 @@ from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
 from lockstep.run.engine import check_directory, start_engine
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.tokens.chat import load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

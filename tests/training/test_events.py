@@ -11,8 +11,8 @@ from methods import GROUPS, PROMPTS, make, parameters
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
+from lockstep.learn.events import Watch
 from lockstep.models.policy import load_policy
-from lockstep.training.events import Watch
 from lockstep.watch import run as watching
 from lockstep.watch.custody import SampledTokens
 from lockstep.watch.model_gradient import ModelGradient

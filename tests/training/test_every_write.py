@@ -21,21 +21,21 @@ OPENS = {"open", "NamedTemporaryFile"}
 # By reason, the functions that write in another way.
 ELSEWHERE = {
     "a part of a checkpoint, which gets its name when all parts are on the disk": """
-        run/files/method_state.py::MethodState.save
-        run/trainers/hooks/whole_checkpoints.py::WholeCheckpoints._save_optimizer_and_scheduler
-        run/trainers/hooks/whole_checkpoints.py::WholeCheckpoints._save_rng_state""",
+        run/files/checkpoints.py::MethodState.save
+        run/trainers/checkpoints.py::WholeCheckpoints._save_optimizer_and_scheduler
+        run/trainers/checkpoints.py::WholeCheckpoints._save_rng_state""",
     "a part of a folder that gets its name when it is whole": "models/packaged.py::fetch",
-    "it goes through `replacing`": "run/files/rollout_files.py::keep_rollouts",
-    "a lock, whose content is nothing": "run/files/lock.py::locked server/machine.py::reserved_port",
+    "it goes through `replacing`": "run/files/rollouts.py::keep_rollouts",
+    "a lock, whose content is nothing": "run/files/directory.py::locked server/supervisor.py::reserved_port",
     "a log of libraries, to which a descriptor of the process writes": """
-        cli/process/library_log.py::LibraryLog.move_to cli/process/library_log.py::libraries_aside""",
+        cli/output.py::LibraryLog.move_to cli/output.py::libraries_aside""",
     "a lock and a list of a folder for sockets, which nobody needs after a crash": """
-        engines/vllm/workers/leftovers.py::owned engines/vllm/workers/leftovers.py::note
-        engines/vllm/workers/leftovers.py::remove_dead""",
+        engines/vllm/environment.py::owned engines/vllm/environment.py::note
+        engines/vllm/environment.py::remove_dead""",
     "a key: its file is made with its rights, and renamed": "server/keys.py::write_key server/keys.py::read_key",
     "a descriptor of the process, or memory": """
         extras/environments/own_process/verifiers_rollouts.py::main rollouts/programs/environment_runner.py::main
-        sync/wire/shared_memory.py::shares_memory cli/process/streams.py::open_streams""",
+        weights/wire/shared_memory.py::shares_memory cli/output.py::open_streams""",
 }
 
 

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lockstep import GRPOConfig
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.scoring import check_scorable, why_plain_rows
 from lockstep.models.policy import load_policy
 from lockstep.run.engine import check_positions, shake_hands, start_engine
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.scoring import check_scorable, why_plain_rows
 
 # Nemotron's layers drop the tree on its way. transformers cannot give the others another attention.
 REASONS = {

@@ -9,9 +9,9 @@ import pytest
 from tiny import make_tokenizer
 
 from lockstep import GRPOConfig, OnlineDPOConfig
+from lockstep.config.sampling import bad_word_ids, sampling_of
 from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.errors import InputError
-from lockstep.training.config.sampling import bad_word_ids, sampling_of
 
 TOKENIZER = make_tokenizer()
 ENDS = (TOKENIZER.eos_token_id, 7)

@@ -30,23 +30,23 @@ from lockstep.contract.protocol import Engine
 from lockstep.contract.sampling import Grammar, Sampling
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.engines.vllm.in_process import VLLMInProcess
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.generation import sequences_of
+from lockstep.learn.pack import pack_rows, pack_sequences
+from lockstep.learn.scoring import score_pack
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import hidden_states
 from lockstep.models.policy import load_policy
 from lockstep.rollouts.conversation import Conversation, OutOfRoom, single_turn
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt
-from lockstep.sync.push import push_weights
-from lockstep.training.batch.pack import pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.scoring import score_pack
-from lockstep.training.step.generation import sequences_of
-from lockstep.training.step.update import hidden_states
+from lockstep.watch.custody import Record
+from lockstep.watch.evidence import DrawnRows
 from lockstep.watch.gap import measure_gap, over_limits
 from lockstep.watch.kept_sets import KeptSetProof
-from lockstep.watch.rescoring import OWN_DTYPE
-from lockstep.watch.rows_of_logits import DrawnRows
+from lockstep.watch.plain_forward import OWN_DTYPE
 from lockstep.watch.tolerances import tolerance
-from lockstep.watch.turns import Record
+from lockstep.weights.push import push_weights
 
 VERSION = 3
 TOKENIZER = make_tokenizer()

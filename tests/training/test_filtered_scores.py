@@ -17,17 +17,17 @@ from transformers import PreTrainedModel
 
 from lockstep import GRPOConfig
 from lockstep.contract.sampling import Grammar, Sampling
-from lockstep.definitions.settings import user_settings
+from lockstep.definitions.sampling import user_settings
 from lockstep.errors import InputError, ProofError
-from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
-from lockstep.training.batch.pack import pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.scoring import score_pack
-from lockstep.training.step.update import hidden_states
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.pack import pack_rows, pack_sequences
+from lockstep.learn.scoring import score_pack
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import hidden_states
+from lockstep.tokens.arrays import KeptIds, joined_kept_ids
+from lockstep.watch.evidence import DrawnRows
 from lockstep.watch.kept_sets import KeptSetProof
-from lockstep.watch.rescoring import OWN_DTYPE
-from lockstep.watch.rows_of_logits import DrawnRows
+from lockstep.watch.plain_forward import OWN_DTYPE
 from lockstep.watch.settings import SettingsProof
 from lockstep.watch.tolerances import tolerance
 

@@ -22,19 +22,19 @@ from torch.nn.attention import flex_attention as of_torch
 
 from lockstep import GRPOConfig
 from lockstep.errors import InputError, LockstepError, ProofError
-from lockstep.training.batch.pack import pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward import scoring
-from lockstep.training.forward.attention import flex_attention
-from lockstep.training.forward.attention.flex_attention import (
+from lockstep.learn import scoring
+from lockstep.learn.attention import flex as flex_attention
+from lockstep.learn.attention.flex import (
     FLEX,
     adopt_flex_attention,
     block_mask,
     flex_attention_forward,
 )
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention, no_mask, tree_attention_forward
-from lockstep.training.forward.policy import open_policy
-from lockstep.training.forward.scoring import check_scorable, score_pack
+from lockstep.learn.attention.tree import adopt_tree_attention, no_mask, tree_attention_forward
+from lockstep.learn.pack import pack_sequences
+from lockstep.learn.policy import open_policy
+from lockstep.learn.scoring import check_scorable, score_pack
+from lockstep.learn.sequence import TrainingSequence
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from transformers import Trainer
 import lockstep
 from lockstep.errors import InputError
 from lockstep.run.loop import TrainingLoop
+from lockstep.run.trainers.checks import HOOKS
 from lockstep.run.trainers.online import OnlineTrainer
-from lockstep.run.trainers.setup.foreign_hooks import HOOKS
 
 # Methods of TRL's trainers that a subclass may override, because Lockstep calls them too.
 _CALLED = {

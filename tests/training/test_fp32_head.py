@@ -14,12 +14,12 @@ from tiny import CONTEXT, make_model, make_tokenizer
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import ProofError
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.pack import pack_sequences
+from lockstep.learn.scoring import score_pack
+from lockstep.learn.sequence import TrainingSequence
 from lockstep.models.policy import fp32_head_product
-from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.batch.pack import pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.scoring import score_pack
+from lockstep.tokens.chat import load_tokenizer
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 

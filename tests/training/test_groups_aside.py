@@ -14,13 +14,12 @@ from work import agreeing, worked
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
+from lockstep.learn import generation
+from lockstep.learn.generation import branches_of, drawn_rollouts
+from lockstep.learn.pack import Pack
+from lockstep.learn.scoring import TokenScores
+from lockstep.learn.update import Policy, UpdateSums
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.training.batch.pack import Pack
-from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.step import generation
-from lockstep.training.step.generation import branches_of, drawn_rollouts
-from lockstep.training.step.update import Policy
-from lockstep.training.step.update_sums import UpdateSums
 from lockstep.watch.receipt import RECEIPT, read_receipt
 
 PROMPTS = Dataset.from_list([{"prompt": f"What comes after {number}"} for number in range(16)])

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from lockstep.training.forward.attention import block_attention, half_backward
-from lockstep.training.forward.attention.attention_plan import plan_attention
-from lockstep.training.forward.attention.block_attention import TreeAttention
+from lockstep.learn.attention import blocks as block_attention
+from lockstep.learn.attention import blocks as half_backward
+from lockstep.learn.attention.blocks import TreeAttention
+from lockstep.learn.attention.plan import plan_attention
 
 CPU, SCALE = torch.device("cpu"), 0.3
 
@@ -82,10 +83,11 @@ def test_only_a_run_in_bf16_on_a_processor_with_fast_bf16_has_this_backward(
 ) -> None:
     monkeypatch.setattr(block_attention, "has_fast_bf16", lambda: fast)
     dtypes: list[torch.dtype] = []
+    real = half_backward.half_backward
 
     def counted(*given: Any) -> Any:
         dtypes.extend(part.dtype for part in given[1:4])
-        return half_backward.half_backward(*given)
+        return real(*given)
 
     monkeypatch.setattr(block_attention, "half_backward", counted)
     tree = TreeAttention.of(torch.tensor([6, 6, 6, 4, 6, 6]), CPU, torch.float32, half)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lockstep import GRPOConfig
+from lockstep.config.table import with_key
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.training.config.options import with_key
 
 EVERY_TWO: dict[str, Any] = {**GROUPS, "save_strategy": "steps", "save_steps": 2}
 

@@ -17,17 +17,17 @@ from played_engine import ChangedAnswers
 from tiny import make_tokenizer
 
 import lockstep
-import lockstep.training.forward.policy
-import lockstep.training.step.generation
+import lockstep.learn.generation
+import lockstep.learn.policy
 import lockstep.watch.run
+from lockstep.config.sampling import interruption_of
 from lockstep.contract.inbox import Inbox
 from lockstep.contract.protocol import Completion, Engine
 from lockstep.errors import InputError, ProofError
+from lockstep.learn.generation import Generation, sequences_of
 from lockstep.rollouts.group import Rollout
 from lockstep.rollouts.programs.interruptions import Interruption
-from lockstep.run.files.run_identity import curve_settings
-from lockstep.training.config.interruption import interruption_of
-from lockstep.training.step.generation import Generation, sequences_of
+from lockstep.run.files.identity import curve_settings
 from lockstep.watch.receipt import RECEIPT, check_chain, check_receipt
 
 LIMIT = 20
@@ -137,7 +137,7 @@ def test_a_trainer_that_took_what_was_put_in_for_sampled_is_stopped(
         made = zip(sequences_of(groups, version), whole, strict=True)
         return [replace(s, sampled=None, behaviour_logps=logps) for s, logps in made]
 
-    monkeypatch.setattr(lockstep.training.step.generation, "sequences_of", all_sampled)
+    monkeypatch.setattr(lockstep.learn.generation, "sequences_of", all_sampled)
     run = make("GRPO", untied_dir, tmp_path, hf_engine, limited("GRPO", GROUPS))
     with pytest.raises(ProofError, match="the ids, or the ids before them, of rollout"):
         run.train()
@@ -253,7 +253,7 @@ def test_fields_that_contradict_each_other_are_named(method: str, fields: dict[s
 def test_what_only_the_tokenizer_can_tell_is_named_before_a_model_is_loaded(
     fields: dict[str, Any], message: str, untied_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lockstep.training.forward.policy, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(lockstep.learn.policy, "load_policy", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(InputError, match=message):
         make("GRPO", untied_dir, tmp_path, None, {**limited("GRPO", GROUPS), "stop_strings": None, **fields})  # type: ignore[arg-type]
 

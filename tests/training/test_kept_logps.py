@@ -15,10 +15,10 @@ from largest import Largest
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 
+from lockstep.learn import token_logps as module
+from lockstep.learn.token_logps import KeptSets, kept_logits, kept_logps
 from lockstep.models.policy import fp32_head_product
-from lockstep.tokens.kept_ids import KeptIds
-from lockstep.training.forward.filters import kept_logps as module
-from lockstep.training.forward.filters.kept_logps import KeptSets, kept_logits, kept_logps
+from lockstep.tokens.arrays import KeptIds
 
 WIDTH, VOCABULARY = 6, 60
 

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 import lockstep
+from lockstep import progress as waits
+from lockstep.config.launcher import meeting_ranks, take_launcher
 from lockstep.errors import InputError
-from lockstep.report import waits
-from lockstep.training.config.launcher import meeting_ranks, take_launcher
 
 PRECISION = "ACCELERATE_MIXED_PRECISION"
 ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -67,7 +67,7 @@ def test_what_the_launcher_asks_for_and_the_config_leaves_open_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # On a machine with fast bfloat16 the config would choose it without the launcher.
-    monkeypatch.setattr("lockstep.training.config.online_config.has_fast_bf16", lambda: False)
+    monkeypatch.setattr("lockstep.config.run.has_fast_bf16", lambda: False)
     monkeypatch.setenv(name, value)
     made = config(tmp_path, **fields)
     assert {field: getattr(made, field) for field in expected} == expected

@@ -15,11 +15,11 @@ from datasets import Dataset
 from tiny import make_model
 
 from lockstep.errors import InputError
-from lockstep.models import liger
-from lockstep.run.files.run_directory import RunPlace
+from lockstep.learn.methods.grpo import GRPOConfig
+from lockstep.models import arithmetic as liger
+from lockstep.run.files.directory import RunPlace
 from lockstep.run.run import run_method
-from lockstep.run.trainers.grpo import GRPOTrainer
-from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.run.trainers.methods import GRPOTrainer
 
 pytest.importorskip("liger_kernel", reason="Liger is not installed here")
 

@@ -25,18 +25,17 @@ from transformers import (
 
 from benchmarks.plan import run as plan
 from lockstep import GRPOConfig
+from lockstep.config.run import OnlineConfig
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
+from lockstep.learn import memory, scoring
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.memory import LayerShape, Pass, Room, RunMemory, RunModels
+from lockstep.learn.pack import pack_sequences
+from lockstep.learn.scoring import score_pack
+from lockstep.learn.sequence import TrainingSequence
 from lockstep.models.quantised import is_quantised
 from lockstep.run.trainers import online
-from lockstep.training import memory
-from lockstep.training.batch.pack import pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.forward import scoring
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.scoring import score_pack
-from lockstep.training.memory import LayerShape, Pass, Room, RunMemory, RunModels
 
 GIB = 2**30
 CPU = Room(torch.device("cpu"), "this machine", 64 * GIB)
@@ -399,7 +398,7 @@ def test_the_line_is_said_once_with_every_part_and_not_for_a_model_that_is_too_s
         return build(*given, **more)
 
     monkeypatch.setattr(memory, "build_empty", building)
-    with caplog.at_level(logging.INFO, "lockstep.training.memory"):
+    with caplog.at_level(logging.INFO, "lockstep.learn.memory"):
         make("GRPO", untied_dir, tmp_path, hf_engine, {**FIELDS["GRPO"], "beta": 0.1})
     (record,) = caplog.records
     words = ("the run needs", "weights", "gradients", "moments", "reference", "activations need about")
@@ -408,7 +407,7 @@ def test_the_line_is_said_once_with_every_part_and_not_for_a_model_that_is_too_s
     assert len(built) == 1
     caplog.clear()
     monkeypatch.undo()
-    with caplog.at_level(logging.INFO, "lockstep.training.memory"):
+    with caplog.at_level(logging.INFO, "lockstep.learn.memory"):
         make("GRPO", untied_dir, tmp_path, hf_engine, FIELDS["GRPO"])
     assert not caplog.records
 
@@ -419,7 +418,7 @@ def test_an_optimizer_of_the_user_is_not_counted_and_that_is_said(
     model = make_model()
     own = torch.optim.SGD(model.parameters(), lr=0.1)
     model.config.name_or_path = untied_dir
-    with caplog.at_level(logging.INFO, "lockstep.training.memory"):
+    with caplog.at_level(logging.INFO, "lockstep.learn.memory"):
         make("GRPO", model, tmp_path, hf_engine, FIELDS["GRPO"], optimizers=(own, None))
     (record,) = caplog.records
     assert "not counted: the optimizer's state" in record.getMessage()

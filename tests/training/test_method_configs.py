@@ -10,7 +10,7 @@ from tiny import make_model
 from transformers import PreTrainedModel
 
 import lockstep
-import lockstep.training.forward.policy
+import lockstep.learn.policy
 from lockstep.errors import InputError
 
 METHODS = ["GRPO", "RLOO", "OnlineDPO", "ReinforcePP", "PPO"]
@@ -44,7 +44,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> str:
         pytest.fail(f"{name} was looked for before the input was checked")
 
-    monkeypatch.setattr(lockstep.training.forward.policy, "resolve_model", fail)
+    monkeypatch.setattr(lockstep.learn.policy, "resolve_model", fail)
 
 
 @pytest.fixture(scope="module")

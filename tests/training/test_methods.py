@@ -17,9 +17,9 @@ from method_variants import VARIANTS, fit, sizes_of
 from subjects import ARCHITECTURES, in_double
 
 from lockstep import GRPOConfig, OnlineDPOConfig
-from lockstep.rollouts.scores.judges import judge_pairs, judged
-from lockstep.training.methods.grpo import GRPOObjective
-from lockstep.training.methods.online_dpo import OnlineDPOObjective
+from lockstep.learn.methods.grpo import GRPOObjective
+from lockstep.learn.methods.online_dpo import OnlineDPOObjective
+from lockstep.rollouts.judges import judge_pairs, judged
 
 pytestmark = pytest.mark.usefixtures("trees")
 

@@ -22,8 +22,8 @@ from portions import portion
 from subjects import ROWS, in_double
 from tiny import make_model, make_stateful, save
 
+from lockstep.learn.scoring import why_plain_rows
 from lockstep.models.adapters import causal_model
-from lockstep.training.forward.scoring import why_plain_rows
 
 SUBJECTS = {kind: in_double(kind) for kind in ROWS}
 

@@ -14,14 +14,14 @@ from tiny import CONTEXT, make_model
 from transformers import PreTrainedModel, TrainerCallback
 
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.models.autocast import Precision
+from lockstep.learn.methods.online_dpo import OnlineDPOObjective
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.models.arithmetic import Precision
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.sync.push import weights_of
-from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.methods.online_dpo import OnlineDPOObjective
-from lockstep.watch.canary import score_canary
+from lockstep.tokens.chat import load_tokenizer
 from lockstep.watch.modules import ModuleProbe
+from lockstep.watch.push import score_canary
+from lockstep.weights.push import weights_of
 
 pytestmark = VLLM
 LIMIT = 1e-3

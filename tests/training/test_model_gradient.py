@@ -23,9 +23,9 @@ import lockstep.watch.finite_differences as differences
 import lockstep.watch.model_gradient as module
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import LockstepError, ProofError
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.step.update import Policy
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import Policy
 from lockstep.watch.model_gradient import Checked, ModelGradient
 
 Handle = torch.utils.hooks.RemovableHandle

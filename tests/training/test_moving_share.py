@@ -12,7 +12,7 @@ from tiny import save_model
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, ProofError
-from lockstep.training.step.moving_share import moving_share
+from lockstep.learn.moving_share import moving_share
 
 IN_BF16: dict[str, Any] = {**GROUPS, "model_init_kwargs": {"dtype": "bfloat16"}, "learning_rate": 1e-6}
 

@@ -12,13 +12,14 @@ import pytest
 from transformers import HfArgumentParser
 
 from lockstep import GRPOConfig
-from lockstep.cli.fields import describe, description
+from lockstep.cli import describe
+from lockstep.cli import help as description
 from lockstep.cli.main import main
+from lockstep.config.documented import documented
+from lockstep.config.option import Bookkeeping, Bounds, option
+from lockstep.config.table import options_of
 from lockstep.errors import InputError
-from lockstep.run.files.run_identity import changed_fields, curve_settings
-from lockstep.training.config.documented import documented
-from lockstep.training.config.option import Bookkeeping, Bounds, option
-from lockstep.training.config.options import options_of
+from lockstep.run.files.identity import changed_fields, curve_settings
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lockstep import PPOConfig, ReinforcePPConfig
-from lockstep.cli.fields.adapter import AdaptedRunArguments
+from lockstep.cli.fields import AdaptedRunArguments
 from lockstep.cli.main import main
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migrating-from-openrlhf.md"

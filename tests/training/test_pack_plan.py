@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from python_steps import steps_of_python
 
-from lockstep.training.batch.tree import SortedPaths, cut_rows, cut_tree
+from lockstep.learn.pack import SortedPaths, cut_rows, cut_tree
 
 Paths = list[tuple[int, ...]]
 # Gives the size of a pack that is made of a range of units.

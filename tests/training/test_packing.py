@@ -22,18 +22,16 @@ from reference import padded_logps, reference_loss, sampled_places
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.algorithms.policy_loss import token_weights
+from lockstep.algorithms.losses import token_weights
 from lockstep.extras.verify.logprob_checks import Unwatched
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.generation import score_all
+from lockstep.learn.methods.grpo import GRPOConfig, GRPOObjective
+from lockstep.learn.pack import pack_rows, pack_sequences
+from lockstep.learn.scoring import score_pack
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import Policy, UpdateSums, learn
 from lockstep.report.phases import PhaseClock
-from lockstep.training.batch.pack import pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.scoring import score_pack
-from lockstep.training.methods.grpo import GRPOObjective
-from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.step.score_all import score_all
-from lockstep.training.step.update import Policy, learn
-from lockstep.training.step.update_sums import UpdateSums
 from lockstep.watch.evidence import TokenEvidence, kept
 
 MODELS = {kind: make_model(kind, tied=kind == "llama") for kind in ("qwen2", "llama")}

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from lockstep import GRPOConfig, GRPOTrainer, InputError
 from lockstep.contract.sampling import Sampling
-from lockstep.models.autocast import Precision, head_dtype
-from lockstep.run.trainers.setup.arguments import needs_plain_rows
-from lockstep.training.batch.pack import pack_rows
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.scoring import score_pack, why_plain_rows
-from lockstep.watch.rescoring import completion_logps
+from lockstep.learn.pack import pack_rows
+from lockstep.learn.scoring import score_pack, why_plain_rows
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.models.arithmetic import Precision, head_dtype
+from lockstep.run.trainers.checks import needs_plain_rows
+from lockstep.watch.plain_forward import completion_logps
 
 WINDOW = 6
 

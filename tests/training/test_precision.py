@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.training.config.precision import engine_dtype, has_fast_bf16
+from lockstep.config.run import engine_dtype, has_fast_bf16
 
 # The features of processors that PyTorch reports, as far as they matter here.
 EPYC_7003 = {"architecture": "x86_64", "avx2": True, "avx512_f": False, "avx512_bf16": False, "amx_bf16": False}

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from lockstep.cli.fields.description import FIELDS_FILE
+from lockstep.cli.help import FIELDS_FILE
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migrating-from-prime-rl.md"
 

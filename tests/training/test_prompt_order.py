@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 
 from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.errors import InputError
+from lockstep.learn.methods.grpo import GRPOConfig
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.training.data.prompt_order import GenerationBatches, PromptOrder
-from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.run.data.prompts import GenerationBatches, PromptOrder
 
 
 def order_of(

@@ -14,14 +14,13 @@ from tokenizers.processors import TemplateProcessing
 
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.errors import InputError
+from lockstep.learn.generation import prepare_generation
+from lockstep.learn.methods.grpo import GRPOConfig, GRPOObjective
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.run.files.step_log import StepLog
-from lockstep.training.data.prompts import check_dataset, load_prompts, tell_added
-from lockstep.training.generate.metrics import mean_with_interval, rollout_metrics
-from lockstep.training.methods.grpo import GRPOObjective
-from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.step.generation import prepare_generation
+from lockstep.run.data.prompts import check_dataset, load_prompts, tell_added
+from lockstep.run.files.logs import StepLog
+from lockstep.run.metrics import mean_with_interval, rollout_metrics
 
 
 @pytest.mark.parametrize(

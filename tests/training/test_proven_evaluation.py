@@ -20,12 +20,11 @@ from transformers import EarlyStoppingCallback
 from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.errors import ProofError
 from lockstep.extras.verify.logprob_checks import Unwatched
+from lockstep.learn.generation import sequences_of
+from lockstep.learn.update import UpdateSums, learn
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.tokens.arrays import reals
-from lockstep.training.step.generation import sequences_of
-from lockstep.training.step.update import learn
-from lockstep.training.step.update_sums import UpdateSums
 from lockstep.watch.evidence import TokenEvidence
 from lockstep.watch.rewards import drawn_sequences
 

@@ -26,7 +26,7 @@ import lockstep
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, ProofError
 from lockstep.models.policy import load_policy
-from lockstep.run.trainers.hooks import whole_checkpoints
+from lockstep.run.trainers import checkpoints as whole_checkpoints
 from lockstep.watch.receipt import RECEIPT, check_receipt, read_receipt
 
 SAVES = {**GROUPS, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}

@@ -20,9 +20,9 @@ from lockstep.contract.protocol import Completion
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, ProofError
 from lockstep.extras.selftest.seams import Between
+from lockstep.learn.methods.grpo import GRPOConfig
+from lockstep.learn.methods.online_dpo import OnlineDPOConfig
 from lockstep.server.keys import KEY_VARIABLE
-from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.methods.online_dpo import OnlineDPOConfig
 
 pytestmark = VLLM
 SCHEME = "fp8_per_channel"

@@ -9,8 +9,8 @@ import yaml
 from conftest import needs_vllm
 
 from lockstep import GRPOConfig, GRPOTrainer
-from lockstep.tasks.arithmetic import arithmetic
-from lockstep.tasks.builtin_rewards import exact_match
+from lockstep.tasks.builtin import arithmetic
+from lockstep.tasks.rewards import exact_match
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "arithmetic.yaml"
 

@@ -19,14 +19,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel
 
+from lockstep.learn import recomputation, scoring
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.pack import Pack, pack_rows, pack_sequences
+from lockstep.learn.recomputation import products_kept
+from lockstep.learn.scoring import score_pack
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import Policy
 from lockstep.models.adapters import causal_model
-from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward import recomputation, scoring
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.recomputation import products_kept
-from lockstep.training.forward.scoring import score_pack
-from lockstep.training.step.update import Policy
 
 ATEN = torch.ops.aten
 ATTENTION = torch.ops.lockstep.attend.default

@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
+from lockstep.learn.policy import Reference
 from lockstep.models.policy import load_policy
-from lockstep.training.forward.reference import Reference
 
 WITH_REFERENCE: dict[str, dict[str, Any]] = {
     "GRPO": {**GROUPS, "beta": 0.2},

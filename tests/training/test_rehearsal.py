@@ -15,8 +15,8 @@ from transformers import TrainerState
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.training.data.rehearsal import rehearse_functions
-from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.learn.methods.grpo import GRPOConfig
+from lockstep.run.data.rehearsal import rehearse_functions
 
 NOWHERE = "/no/such/model"
 ENGINE: Any = None

@@ -11,19 +11,19 @@ import torch
 from datasets import Dataset, load_dataset
 from tiny import CONTEXT
 
-import lockstep.run.files.rollout_files as writer
+import lockstep.run.files.rollouts as writer
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.cli.main import main
 from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError
+from lockstep.learn.generation import Generation
+from lockstep.learn.sequence import TrainingSequence
 from lockstep.report.kept_rollouts import KeptRollout, read_facts, read_file, read_rollouts, rollout_files
 from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, TurnEnd
-from lockstep.run.files.rollout_files import keep_rollouts, remove_after, thin_out
-from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.step.generation import Generation
-from lockstep.watch.rescoring import sampled_logps
+from lockstep.run.files.rollouts import keep_rollouts, remove_after, thin_out
+from lockstep.tokens.chat import load_tokenizer
+from lockstep.watch.plain_forward import sampled_logps
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})
 

@@ -25,17 +25,15 @@ from transformers.models.mixtral import modeling_mixtral
 
 from lockstep.errors import InputError
 from lockstep.extras.verify.logprob_checks import Unwatched
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.experts import check_routers
+from lockstep.learn.methods.grpo import GRPOObjective
+from lockstep.learn.pack import pack_rows, pack_sequences
+from lockstep.learn.scoring import route_pack, score_pack
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import UpdateSums, learn, router_loss
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.training.batch.pack import pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.routing import check_routers
-from lockstep.training.forward.scoring import route_pack, score_pack
-from lockstep.training.methods.grpo import GRPOObjective
-from lockstep.training.step.router_loss import router_loss
-from lockstep.training.step.update import learn
-from lockstep.training.step.update_sums import UpdateSums
+from lockstep.rollouts.ranks import Ranks
 from lockstep.watch.evidence import TokenEvidence
 
 KINDS = ("mixtral", "olmoe", "qwen3_moe")

@@ -22,14 +22,14 @@ from lockstep.contract.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import ProofError
 from lockstep.report.kept_rollouts import rollout_files
-from lockstep.report.log_lines import LogLines
+from lockstep.report.live import LogLines
 from lockstep.report.page.run_record import read_run
-from lockstep.run.files.saved_evaluation import evaluation_line, proven_evaluation, save_evaluation
-from lockstep.run.files.whole_run import METRICS
-from lockstep.run.trainers.hooks import run_files
-from lockstep.run.trainers.hooks.run_files import RunFiles
-from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.watch import surroundings
+from lockstep.run.files.checkpoints import METRICS
+from lockstep.run.files.rollouts import evaluation_line, proven_evaluation, save_evaluation
+from lockstep.run.trainers import run_files
+from lockstep.run.trainers.run_files import RunFiles
+from lockstep.tokens.chat import load_tokenizer
+from lockstep.watch import inputs as surroundings
 from lockstep.watch.receipt import Receipt, read_receipt
 
 PROMPTS = Dataset.from_dict({"prompt": [f"what is {i} + {i}" for i in range(8)]})

@@ -19,10 +19,10 @@ from test_packing import assert_same_gradients, config, gradients_beside_referen
 from tiny import make_model
 from transformers import PreTrainedModel
 
-from lockstep.training.batch.pack import pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.scoring import score_pack, why_plain_rows
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.pack import pack_sequences
+from lockstep.learn.scoring import score_pack, why_plain_rows
+from lockstep.learn.sequence import TrainingSequence
 
 BUILDS: dict[str, Callable[[], PreTrainedModel]] = {
     "every layer": lambda: make_model("mistral", sliding_window=6),

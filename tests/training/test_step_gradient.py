@@ -17,8 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
+from lockstep.learn.attention.tree import TREE
 from lockstep.run.trainers.online import OnlineTrainer
-from lockstep.training.forward.attention.tree_attention import TREE
 from lockstep.watch import model_gradient
 from lockstep.watch.receipt import RECEIPT, read_receipt
 

@@ -14,10 +14,9 @@ from largest import Largest
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.contract.sampling import Sampling
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.filters.id_rules import IdRules
-from lockstep.training.forward.filters.row_rules import RowRules
-from lockstep.training.forward.token_logps import token_logps
+from lockstep.learn.filters import IdRules, RowRules
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.token_logps import token_logps
 
 WIDTH, VOCABULARY = 6, 19
 # The vocabulary is so large that tensors of its width need most of the memory.

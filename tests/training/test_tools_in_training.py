@@ -27,7 +27,7 @@ from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.errors import InputError, ProofError
 from lockstep.report.page.rollouts import turns_section
 from lockstep.report.summary import summary_lines
-from lockstep.run.files.shown_rollouts import live_sample, shown_rollout
+from lockstep.run.files.rollouts import live_sample, shown_rollout
 from lockstep.run.trainers.online import OnlineTrainer
 from lockstep.watch.receipt import RECEIPT, check_receipt, read_receipt
 

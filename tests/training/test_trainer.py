@@ -13,15 +13,15 @@ from datasets import Dataset
 from tiny import CONTEXT, make_model, make_tokenizer, save_model
 from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
+import lockstep.learn.update
 import lockstep.run.source
-import lockstep.training.step.update
 from lockstep import GRPOConfig, GRPOTrainer
 from lockstep.contract.protocol import Engine
 from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import InputError, ProofError
-from lockstep.sync.push import SyncRecord
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.tokens.chat import load_tokenizer
 from lockstep.watch.receipt import check_chain
+from lockstep.weights.push import SyncRecord
 
 PROMPTS = Dataset.from_dict(
     {"prompt": [f"what is {i} + {i}" for i in range(8)], "answer": [str(2 * i) for i in range(8)]}
@@ -175,7 +175,7 @@ def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
     untied_dir: str, tmp_path: Path, hf_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = trainer(untied_dir, tmp_path, engine=hf_engine, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    real, calls = lockstep.training.step.update.learn, []
+    real, calls = lockstep.learn.update.learn, []
 
     def breaks_at_the_second(*args: Any) -> float:
         calls.append(1)
@@ -183,7 +183,7 @@ def test_what_a_broken_call_of_train_left_does_not_reach_the_next(
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(lockstep.training.step.update, "learn", breaks_at_the_second)
+    monkeypatch.setattr(lockstep.learn.update, "learn", breaks_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         run.train()
     run.train()

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
-from lockstep.models.logits import transformed_logits
-from lockstep.training.forward.attention.tree_attention import adopt_tree_attention
-from lockstep.training.forward.scoring import check_scorable
+from lockstep.learn.attention.tree import adopt_tree_attention
+from lockstep.learn.scoring import check_scorable
+from lockstep.models.arithmetic import transformed_logits
 
 CAPPED = "gemma2, attention without a cap"
 

@@ -19,31 +19,33 @@ from transformers.masking_utils import chunked_causal_mask_function, sliding_win
 
 from lockstep import InputError
 from lockstep.errors import LockstepError
-from lockstep.training.batch.pack import pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.batch.tree import Ints
-from lockstep.training.forward import scoring
-from lockstep.training.forward.attention import block_attention, path_plan
-from lockstep.training.forward.attention.attention_plan import (
+from lockstep.learn import scoring
+from lockstep.learn.attention import blocks as block_attention
+from lockstep.learn.attention import plan as path_plan
+from lockstep.learn.attention.blocks import TreeAttention
+from lockstep.learn.attention.paths import PathAttention
+from lockstep.learn.attention.plan import (
     CHAIN_ROWS,
     AttentionPlan,
+    PathCall,
+    microseconds_of,
     plan_attention,
+    plan_paths,
     plan_window,
     positions,
     visible,
     window_ends,
 )
-from lockstep.training.forward.attention.block_attention import TreeAttention
-from lockstep.training.forward.attention.path_attention import PathAttention
-from lockstep.training.forward.attention.path_plan import PathCall, microseconds_of, plan_paths
-from lockstep.training.forward.attention.tree_attention import (
+from lockstep.learn.attention.tree import (
     TREE,
     adopt_tree_attention,
     no_mask,
     tree_attention_forward,
     window_or_mask,
 )
-from lockstep.training.forward.scoring import score_pack
+from lockstep.learn.pack import Ints, pack_rows, pack_sequences
+from lockstep.learn.scoring import score_pack
+from lockstep.learn.sequence import TrainingSequence
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 NO_MASK = no_mask(CPU)

@@ -17,8 +17,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCal
 import lockstep
 from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError
-from lockstep.run.trainers.attribute import Attribute
-from lockstep.run.trainers.trl_names import TRLNames
+from lockstep.run.trainers.trl_names import Attribute, TRLNames
 from lockstep.tokens.chat import render_prompt, with_joined_text
 
 

@@ -13,14 +13,14 @@ import torch
 from methods import ALONE, FIELDS, GROUPS, PAIRS, logs, lora, make, reference_of
 from work import TWO_GROUPS, agreeing, all_apart, names_of, scored_in_part, worked
 
-from lockstep.algorithms.masks import high_entropy_mask
+from lockstep.algorithms.corrections import high_entropy_mask
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
-from lockstep.training.batch.pack import Pack
-from lockstep.training.batch.sequence import TrainingSequence, column
-from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.methods.objective import Entropies
-from lockstep.training.step.update import OptimizerStep, Policy
+from lockstep.learn.methods.objective import Entropies
+from lockstep.learn.pack import Pack
+from lockstep.learn.scoring import TokenScores
+from lockstep.learn.sequence import TrainingSequence, column
+from lockstep.learn.update import OptimizerStep, Policy
 
 
 @pytest.mark.parametrize("of", ["the policy", "its trunk", "the reference"])

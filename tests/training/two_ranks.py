@@ -354,7 +354,7 @@ def fails_to_learn(rank: int, model: str, folder: Path) -> Any:
     """A forward that fails on one rank only."""
     from accounts import make
 
-    import lockstep.training.step.update as step
+    import lockstep.learn.update as step
 
     real = step.learn
 

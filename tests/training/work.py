@@ -16,10 +16,10 @@ import pytest
 import torch
 from methods import GROUPS, reference_of
 
+from lockstep.learn.pack import Pack
+from lockstep.learn.scoring import TokenScores
+from lockstep.learn.update import Policy
 from lockstep.run.trainers.online import OnlineTrainer
-from lockstep.training.batch.pack import Pack
-from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.step.update import Policy
 from lockstep.watch import forward as plain_forward
 from lockstep.watch import reference as frozen
 from lockstep.watch.model_gradient import Checked

@@ -1,7 +1,7 @@
 """Completions laid end to end, and which token belongs to which completion.
 
-All of `lockstep.algorithms` works on flat (N,) tensors: the tokens of B completions one after the other. So a result does not
-depend on how a batch was packed or padded.
+All of `lockstep.algorithms` works on flat (N,) tensors: the tokens of B completions one after the other. So a result
+does not depend on how a batch was packed or padded.
 """
 
 from __future__ import annotations

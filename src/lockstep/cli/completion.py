@@ -1,17 +1,15 @@
 """`lockstep completion SHELL`: prints a script with which bash or zsh completes commands, fields, choices and recipes.
 
-The script holds all words, so that the shell starts no Python while somebody types. After an update of Lockstep it must be printed
-again: `source <(lockstep completion bash)` in the start file of a shell does that.
+The script holds all words, so that the shell starts no Python while somebody types. After an update of Lockstep it
+must be printed again: `source <(lockstep completion bash)` in the start file of a shell does that.
 """
 
 from __future__ import annotations
 
 import shlex
 
-from lockstep.cli.fields.description import fields_of, is_shown
-from lockstep.cli.fields.recipes import recipe_names
-from lockstep.cli.words import WordParser
-from lockstep.report.say import say
+from lockstep.cli.help import WordParser, fields_of, is_shown, recipe_names
+from lockstep.safe_text import say
 
 # Commands without fields, with their options.
 _OWN = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lockstep.cli.words import WordParser
+from lockstep.cli.help import WordParser
 from lockstep.errors import InputError
 from lockstep.files import replace_text
-from lockstep.report.say import say
+from lockstep.safe_text import say
 
 CONFIG, REWARDS = "config.yaml", "rewards.py"
 

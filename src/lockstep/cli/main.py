@@ -14,14 +14,12 @@ from collections.abc import Callable
 
 import lockstep
 from lockstep import extensions
-from lockstep.cli.fields.description import asks_for_help, help_text, underscored
-from lockstep.cli.process.ending import EndAtOnce
-from lockstep.cli.process.guard import split_in_two
-from lockstep.cli.process.malloc import start_anew_with_tunables
-from lockstep.cli.process.streams import code_of, open_streams
+from lockstep.cli.help import asks_for_help, help_text, underscored
+from lockstep.cli.output import code_of, open_streams
+from lockstep.cli.process import EndAtOnce, split_in_two, start_anew_with_tunables
 from lockstep.errors import InputError, Interrupted, LockstepError, one_line
 from lockstep.extensions import load
-from lockstep.report.say import complain, say
+from lockstep.safe_text import complain, say
 
 TRAINING = ("grpo", "rloo", "online-dpo", "reinforce-pp", "ppo")
 COMMANDS = {
@@ -45,11 +43,11 @@ COMMANDS = {
 }
 # Functions of commands that do not stand in `run` of a module of their own.
 _WHERE = {
-    "compare": "lockstep.cli.past_runs.compare:compare_runs",
-    "report": "lockstep.cli.past_runs.report:report_again",
-    "rollouts": "lockstep.cli.past_runs.rollouts:page_rollouts",
-    "evaluate": "lockstep.cli.past_runs.evaluate:evaluate",
-    "merge": "lockstep.cli.past_runs.merge:run",
+    "compare": "lockstep.cli.past_runs:compare_runs",
+    "report": "lockstep.cli.past_runs:report_again",
+    "rollouts": "lockstep.cli.past_runs:page_rollouts",
+    "evaluate": "lockstep.cli.training:evaluate",
+    "merge": "lockstep.cli.merge:run",
 }
 # What they make lies in files. The lines of the others are their result.
 _MAKES_FILES = (*TRAINING, "demo", "serve", "gateway", "init", "report", "merge")

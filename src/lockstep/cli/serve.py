@@ -10,15 +10,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from lockstep.cli.fields.inputs import check_model
-from lockstep.cli.process.quiet import quiet_libraries
-from lockstep.cli.words import WordParser
+from lockstep.cli.fields import check_model
+from lockstep.cli.help import WordParser
+from lockstep.cli.output import quiet_libraries
+from lockstep.config.checks import check_bounds
+from lockstep.config.option import CONTEXT, COUNT, PORT, SHARE
 from lockstep.errors import InputError
-from lockstep.homes import expanded
-from lockstep.report.say import complain, say
-from lockstep.secret import masked
-from lockstep.training.config.checks import check_bounds
-from lockstep.training.config.option import CONTEXT, COUNT, PORT, SHARE
+from lockstep.private_caches import expanded
+from lockstep.safe_text import complain, masked, say
 
 _EPILOG = "Any other argument goes to vLLM's server as it is (vllm serve --help lists them)."
 
@@ -40,21 +39,26 @@ def run(words: list[str]) -> int:
         )
     _check_numbers(arguments)
     check_model(arguments.model)
-    from lockstep.report.waits import waiting
+    from lockstep.progress import waiting
 
     with _shown(loading := "loading PyTorch and vLLM's settings"), waiting(loading, verb="lockstep serve: "):
         quiet_libraries()
         import torch
 
-        from lockstep.engines.vllm.workers.environment import socket_folder
-        from lockstep.engines.vllm.workers.start import vllm_installed
-        from lockstep.models.cuda import check_driver
+        from lockstep.config.run import engine_dtype
+        from lockstep.devices import check_driver
+        from lockstep.engines.vllm.environment import socket_folder
+        from lockstep.engines.vllm.start import vllm_installed
         from lockstep.models.resolve import resolve_model
         from lockstep.server.command import ServeOptions, command_line, environment, shortened
         from lockstep.server.keys import write_key
-        from lockstep.server.machine import check_file_limit, private_environment, reserved_port
-        from lockstep.server.supervisor import Supervisor, check_port
-        from lockstep.training.config.precision import engine_dtype
+        from lockstep.server.supervisor import (
+            Supervisor,
+            check_file_limit,
+            check_port,
+            private_environment,
+            reserved_port,
+        )
 
     check_driver(os.environ, "hide them (CUDA_VISIBLE_DEVICES=) to serve on the CPU")
     key, file = _key(arguments)
@@ -212,8 +216,7 @@ def place_of_key(key: str, file: Path | None, arguments: argparse.Namespace) -> 
 
 def _shown(work: str) -> ExitStack:
     """Show that a piece of work has begun, on a terminal with its seconds, until the result is closed."""
-    from lockstep.report.busy import busy, watched_by
-    from lockstep.report.status import StatusLine
+    from lockstep.progress import StatusLine, busy, watched_by
 
     shown = ExitStack()
     if sys.stderr.isatty():

@@ -1,24 +1,75 @@
-"""`lockstep grpo` and the other training commands: train from a config and data, and write a summary and a report at the end."""
+"""`lockstep grpo` and the other commands that run a trainer, `lockstep evaluate` too.
+
+`lockstep grpo` and the other training commands: train from a config and data, and write a summary and a report at the
+end.
+
+Makes the arguments and the config of a command that runs a trainer, and prints them for `--dry_run`.
+
+Comes from: the command's own file, with a command line that was read and checked without torch (`cli/fields.py`).
+
+`lockstep evaluate`: samples the held-out problems with a model, under every proof, and prints the mean reward.
+
+It takes the fields of `lockstep grpo`. A run prints the command for its own model at its end.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lockstep
-from lockstep.cli.fields.adapter import AdaptedRunArguments, adapter_arguments, check_adapter, settings_of
-from lockstep.cli.fields.arguments import Given, read, said_of
-from lockstep.cli.fields.inputs import check_inputs, check_sizes, factory_names
-from lockstep.cli.past_runs.next_commands import next_lines
-from lockstep.cli.process.guard import run_to_its_end
-from lockstep.cli.process.library_log import LibraryLog, libraries_aside
-from lockstep.cli.process.loading import load_config
-from lockstep.collector import collector_off
+from lockstep.cli.fields import (
+    AdaptedRunArguments,
+    Arguments,
+    Given,
+    adapter_arguments,
+    build,
+    check_adapter,
+    check_inputs,
+    check_sizes,
+    factory_names,
+    read,
+    resolved,
+    said_of,
+    settings_of,
+)
+from lockstep.cli.output import LibraryLog, libraries_aside, quiet_libraries
+from lockstep.cli.past_runs import next_lines
+from lockstep.cli.process import run_to_its_end
 from lockstep.errors import InputError
-from lockstep.report.busy import busy, watched_by
-from lockstep.report.say import complain, say
-from lockstep.report.waits import told_to
+from lockstep.files import temporary_folder
+from lockstep.progress import busy, told_to, watched_by
+from lockstep.safe_text import complain, say
+from lockstep.start_up import collector_off
+
+
+def load_config(
+    given: Given, config_class: Callable[[], type], arguments_class: type[Arguments]
+) -> tuple[Arguments, Any] | None:
+    """The command's arguments and the trainer's config. Imports torch and transformers.
+
+    Args:
+        config_class: imports and gives the class of the config.
+        arguments_class: `RunArguments`, or a subclass with more fields of the command.
+
+    Returns:
+        Both objects. None for a dry run, after it has printed every field as YAML.
+
+    Raises:
+        InputError: fields contradict each other, or this machine does not support them.
+    """
+    with busy("loading PyTorch and transformers"), collector_off():
+        quiet_libraries()
+        arguments, config = build(given, config_class(), arguments_class)
+    if not given.dry_run:
+        return arguments, config
+    # The output of a dry run is one config file and nothing else, also with several ranks.
+    if config.process_index == 0:
+        say(resolved(arguments, config), end="")
+    return None
+
 
 # The trainer class of each command.
 TRAINERS = {
@@ -46,8 +97,8 @@ def train(command: str, words: list[str]) -> int:
     check_sizes(about)
     if not given.dry_run:
         check_inputs(about)
-    from lockstep.report.status import StatusLine
-    from lockstep.report.terminal import Terminal
+    from lockstep.progress import StatusLine
+    from lockstep.terminal import Terminal
 
     # Only rank 0 prints.
     if os.environ.get("RANK", "0") != "0":
@@ -77,11 +128,11 @@ def _trainer_class(command: str) -> Any:
 
 def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, log: LibraryLog, given: Given) -> int:
     with busy("loading the trainer"), collector_off():
-        from lockstep.cli.fields.data import data_of
+        from lockstep.cli.fields import data_of
         from lockstep.models.resolve import resolve_model
-        from lockstep.rollouts.across_ranks.ranks import Ranks
-        from lockstep.run.files.run_directory import open_run_together
-        from lockstep.run.files.run_identity import curve_settings
+        from lockstep.rollouts.ranks import Ranks
+        from lockstep.run.files.directory import open_run_together
+        from lockstep.run.files.identity import curve_settings
         from lockstep.run.run import run_method
         from lockstep.tasks.rewards import load_reward, names_model
 
@@ -129,7 +180,7 @@ def _train(kind: Any, arguments: AdaptedRunArguments, config: Any, log: LibraryL
 
 def acting_arguments(arguments: AdaptedRunArguments, modules: dict[Any, Any]) -> dict[str, Any]:
     """A trainer's `tools`, `environment_factory`, `rollout_func` and `agent`; only those that are named."""
-    from lockstep.tasks.functions import load_function
+    from lockstep.tasks.rewards import load_function
 
     found: dict[str, Any] = {}
     if arguments.tools:
@@ -164,3 +215,70 @@ def _show(finished: Any) -> None:
     for line in summary_lines(finished.summary):
         say(line)
     say(f"report           {finished.report}")
+
+
+def evaluate(words: list[str]) -> int:
+    """Run the command.
+
+    Raises:
+        InputError: bad arguments; no held-out problems; an adapter, which must be merged first.
+        LockstepError: trainer and engine do not agree.
+    """
+    given = read(words, "evaluate")
+    about = said_of(given, AdaptedRunArguments)
+    check_sizes(about)
+    if not given.dry_run:
+        check_inputs(about)
+        if about.use_peft:
+            raise InputError("use_peft: merge the adapter with 'lockstep merge', and evaluate the whole model")
+        if about.eval_size == 0 and about.dataset_test_split is None:
+            raise InputError("there is nothing to evaluate on: set eval_size, or dataset_test_split")
+    from lockstep.progress import StatusLine
+
+    with libraries_aside(), watched_by(StatusLine()):
+        loaded = load_config(given, lambda: lockstep.GRPOConfig, AdaptedRunArguments)
+        if loaded is None:
+            return 0
+        arguments, config = loaded
+        if config.world_size > 1:
+            raise InputError("lockstep evaluate runs in one process; start it without torchrun")
+        metrics = _evaluated(arguments, config)
+    proven = metrics.get("eval_parity/checked_share")
+    say(
+        f"held-out reward {metrics['eval_reward']:.3f} ± {metrics['eval_reward_ci95']:.3f}   "
+        f"({metrics['eval_problems']:.0f} problems, {metrics['eval_samples']:.0f} samples, 95 % interval"
+        + (f"; gap proven on {proven:.0%} of the tokens)" if proven is not None else ")")
+    )
+    return 0
+
+
+def _evaluated(arguments: AdaptedRunArguments, config: Any) -> dict[str, float]:
+    with busy("loading the trainer"):
+        from transformers import PrinterCallback
+
+        from lockstep import GRPOTrainer
+        from lockstep.cli.fields import data_of
+        from lockstep.tasks.rewards import load_reward, names_model
+
+    modules: dict[Any, Any] = {}
+    with busy(f"loading the data {arguments.dataset_name}"):
+        data = data_of(arguments)
+    rewards = [n if names_model(n) else load_reward(n, modules) for n in arguments.reward_funcs or ()]
+    assert arguments.model_name_or_path is not None
+    # The directory of the config may hold the run that trained the model. Nothing is written there.
+    with temporary_folder("lockstep-evaluate-") as folder:
+        config.output_dir, config.disable_tqdm = str(folder), True
+        with busy(f"loading {arguments.model_name_or_path}"):
+            trainer = GRPOTrainer(
+                arguments.model_name_or_path,
+                rewards or list(data.rewards) or None,
+                args=config,
+                train_dataset=data.train,
+                eval_dataset=data.evaluation,
+                **acting_arguments(arguments, modules),
+            )
+        trainer.remove_callback(PrinterCallback)
+        try:
+            return trainer.evaluate()
+        finally:
+            trainer.close()

@@ -2,9 +2,9 @@
 
     begin → reserved: (the base model, if the engine holds another one) → load → read_back → commit
 
-Every push of an adapter has a new name. This name is part of the keys of vLLM's prefix cache. Therefore a request never finds keys
-and values of older weights there. Each request names its adapter, and the engine keeps the adapter until the last of these requests
-has ended.
+Every push of an adapter has a new name. This name is part of the keys of vLLM's prefix cache. Therefore a request
+never finds keys and values of older weights there. Each request names its adapter, and the engine keeps the adapter
+until the last of these requests has ended.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The inbox of an engine: a queue through which requests reach the engine, and completions come back one by one.
 
-Requests come from the thread of an event loop. The engine takes them in its own thread whenever it can, also between two of its
-steps. It answers each request as soon as its completion is finished. The inbox matches answers to requests by key, and checks each
-answer before it hands the completion over: no caller can forget it. When the engine asks for requests, its thread also does what
-programs have handed to it (`Errands`).
+Requests come from the thread of an event loop. The engine takes them in its own thread whenever it can, also between
+two of its steps. It answers each request as soon as its completion is finished. The inbox matches answers to requests
+by key, and checks each answer before it hands the completion over: no caller can forget it. When the engine asks for
+requests, its thread also does what programs have handed to it (`Errands`).
 
 Proof `echo`, `keys`, `logprobs`.
 Shows: every request has one answer, to the ids that were sent, with one finite log-prob per token; checked in the
@@ -35,11 +35,10 @@ import numpy as np
 from lockstep.contract.protocol import Completion, GenerationRequest, OnAnswer, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, LockstepError, ProofError
-from lockstep.report.waits import waiting
+from lockstep.progress import waiting
 from lockstep.threads import Pending
-from lockstep.tokens.arrays import Ids, chosen
-from lockstep.tokens.kept_ids import KeptIds
-from lockstep.tokens.tokenizer import check_embedded
+from lockstep.tokens.arrays import Ids, KeptIds, chosen
+from lockstep.tokens.chat import check_embedded
 
 
 class Errands:
@@ -534,7 +533,7 @@ def _check_committed(version: int | None, verb: str) -> None:
             "version",
             f"the engine was asked to {verb} while it holds no committed weights",
             "no weights were pushed yet, or an update failed before its end",
-            f"push the weights (lockstep.sync.push_weights) before you {verb}",
+            f"push the weights (lockstep.weights.push.push_weights) before you {verb}",
         )
 
 

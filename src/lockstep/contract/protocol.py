@@ -17,8 +17,18 @@ from lockstep.contract.probe import EngineModules
 from lockstep.contract.sampling import Sampling
 from lockstep.contract.tensors import LoadedWeights
 from lockstep.images.pictures import PromptPictures
-from lockstep.tokens.arrays import ArrayFields, Flags, Ids, Reals, chosen, flags, places_of, reals, whole_numbers
-from lockstep.tokens.kept_ids import KeptIds
+from lockstep.tokens.arrays import (
+    ArrayFields,
+    Flags,
+    Ids,
+    KeptIds,
+    Reals,
+    chosen,
+    flags,
+    places_of,
+    reals,
+    whole_numbers,
+)
 
 if TYPE_CHECKING:
     from lockstep.contract.inbox import Inbox

@@ -1,31 +1,204 @@
-"""Makes the ids and the pictures of a prompt, once per prompt, and finds the places of pictures in a whole conversation.
+"""Prompts with pictures: the image processor, the limits, and the places of pictures in ids.
 
-The chat template writes one placeholder per picture. It gives way to the ids that stand for the picture (`images/processing.py`,
-`tokens/picture_ids.py`). The processor of the whole model is not used: it would tokenize the text a second time.
+Makes the ids and the pictures of a prompt, once per prompt, and finds the places of pictures in a whole conversation.
+
+The chat template writes one placeholder per picture. It gives way to the ids that stand for the picture
+(`tokens/chat.py`). The processor of the whole model is not used: it would tokenize the text a second time.
+
+Limits on the pictures of a run: their sizes, and their number per conversation.
+
+They come from the config. The trainer processes all pictures, so the engine needs no limits of its own.
+
+Runs a model's image processor on one picture, and finds the ids that stand for the picture in a prompt.
+
+There are two classes; the family of the model decides. The image processor runs nowhere else.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.errors import InputError, ProofError
-from lockstep.images.limits import NO_LIMITS, PictureLimits
 from lockstep.images.pictures import Picture, PromptPictures
-from lockstep.images.processing import InPatches, InTiles
 from lockstep.images.reading import check_sizes, images_of_row, opened, parts_of_row, with_fetched, with_pictures
 from lockstep.images.urls import NO_URLS, ImageUrls, is_url
 from lockstep.model_files import load_files
-from lockstep.models.vision import reads_tiles
+from lockstep.models.policy import reads_tiles
 from lockstep.tokens.arrays import Ids, whole_numbers
-from lockstep.tokens.chat import render_prompt, template_of
-from lockstep.tokens.picture_ids import with_picture_ids
+from lockstep.tokens.chat import render_prompt, template_of, with_picture_ids
+
+
+@dataclass(frozen=True, slots=True)
+class PictureLimits:
+    """Limits on pictures. None: there is no such limit beside those of the model's image processor.
+
+    Attributes:
+        min_pixels, max_pixels: smallest and largest area of a picture after resizing, in pixels.
+        per_prompt: largest number of pictures of a prompt, and of a conversation with its later turns.
+    """
+
+    min_pixels: int | None = None
+    max_pixels: int | None = None
+    per_prompt: int | None = None
+
+    def set_sizes(self, processor: Any, config: PreTrainedConfig) -> None:
+        """Give the limits of sizes to a model's image processor.
+
+        Raises:
+            InputError: the family has no such limit, or the limit is smaller than the smallest picture of the model.
+        """
+        if self.min_pixels is None and self.max_pixels is None:
+            return
+        if reads_tiles(config):
+            self._set_tiles(processor)
+        else:
+            self._set_patches(processor)
+
+    def check_count(self, count: int) -> None:
+        """Check the number of pictures of a prompt, or of a whole conversation.
+
+        Raises:
+            InputError: there are too many.
+        """
+        if self.per_prompt is not None and count > self.per_prompt:
+            raise InputError(
+                f"{count} pictures, and limit_mm_per_prompt allows {self.per_prompt} per conversation: raise it, or show fewer"
+            )
+
+    def _set_patches(self, processor: Any) -> None:
+        smallest = (processor.patch_size * processor.merge_size) ** 2
+        low = self.min_pixels or min(processor.size["shortest_edge"], self.max_pixels or math.inf)
+        high = self.max_pixels or max(processor.size["longest_edge"], low)
+        if high < smallest:
+            raise InputError(
+                f"max_pixels={high}, and the smallest picture of this model has {smallest} pixels: raise it to that"
+            )
+        # These names of transformers mean areas here.
+        processor.size = {"shortest_edge": int(low), "longest_edge": int(high)}
+
+    def _set_tiles(self, processor: Any) -> None:
+        side = processor.max_image_size["longest_edge"]
+        if self.min_pixels is not None or self.max_pixels is None:
+            raise InputError(
+                "min_pixels is not supported for models that cut pictures into tiles: they enlarge every picture to the `size` of "
+                "their preprocessor_config.json; leave it out"
+            )
+        if (tiles := math.isqrt(self.max_pixels) // side) < 1:
+            raise InputError(
+                f"max_pixels={self.max_pixels}, and one tile of this model has {side**2} pixels: raise it to that"
+            )
+        # A picture is resized so that its longer side has this length, and each side then is a whole number of tiles.
+        processor.size = {"longest_edge": min(tiles * side, processor.size["longest_edge"])}
+
+
+NO_LIMITS = PictureLimits()
+
+
+class InPatches:
+    """Pictures of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one placeholder per square of merged patches.
+
+    Args:
+        processor: the model's image processor.
+        config: the model's config.
+    """
+
+    def __init__(self, processor: Any, config: PreTrainedConfig) -> None:
+        whole: Any = config
+        self._processor, self._placeholder = processor, int(whole.image_token_id)
+        self._merged = int(whole.vision_config.spatial_merge_size) ** 2
+
+    def __call__(self, image: Image.Image) -> Picture:
+        """The picture, with the ids that stand for it.
+
+        Raises:
+            InputError: the processor cannot use the image.
+        """
+        found = _processed(self._processor, image)
+        grid = found["image_grid_thw"][0]
+        tokens = int(grid.prod()) // self._merged
+        ids = whole_numbers(np.full(tokens, self._placeholder))
+        return Picture(found["pixel_values"].float().contiguous(), grid, tokens, ids)
+
+
+class InTiles:
+    """Pictures of SmolVLM and Idefics3: tiles of one size, and the whole picture in small as the last tile.
+
+    Each tile has an equal number of placeholders. Marks before them name the row and the column of the tile.
+
+    Args:
+        processor: the model's image processor.
+        config: the model's config.
+        tokenizer: its vocabulary contains the marks.
+
+    Raises:
+        InputError: the tokenizer lacks a mark.
+    """
+
+    def __init__(self, processor: Any, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        whole: Any = config
+        self._processor, self._placeholder, self._tokenizer = processor, int(whole.image_token_id), tokenizer
+        self._patch, self._scale = int(whole.vision_config.patch_size), int(whole.scale_factor)
+        self._around, self._whole = self._mark("<fake_token_around_image>"), self._mark("<global-img>")
+        # The newlines stand between marks, where a tokenizer reads them alone.
+        self._newline, self._newlines = self._text("\n"), self._text("\n\n")
+
+    def __call__(self, image: Image.Image) -> Picture:
+        """The picture, with the ids that stand for it.
+
+        Raises:
+            InputError: the processor cannot use the image, or the model would take a part of it for padding.
+        """
+        found = _processed(self._processor, image, return_row_col_info=True)
+        pixels = found["pixel_values"][0].float().contiguous()
+        padded = "pixel_attention_mask" in found and not bool(found["pixel_attention_mask"].all())
+        if padded or not bool(pixels.flatten(1).any(1).all()):
+            raise InputError(
+                f"a picture of {image.width} × {image.height} pixels has a tile with padding, or one whose values are all 0, which "
+                "the model takes for padding: use the model's own preprocessor_config.json (docs/guides/images.md)"
+            )
+        rows, columns = int(found["rows"][0][0]), int(found["cols"][0][0])
+        height, width = (side // self._patch for side in pixels.shape[-2:])
+        parts = [self._placeholder] * (height * width // self._scale**2)
+        ids = self._stand_in(rows, columns, parts)
+        return Picture(pixels, torch.tensor([1, rows, columns]), len(parts) * len(pixels), ids)
+
+    def _stand_in(self, rows: int, columns: int, parts: list[int]) -> Ids:
+        """The ids of a picture of `rows` × `columns` tiles and the whole picture after them, with `parts` for each tile."""
+        ids: list[int] = []
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                ids += [self._around, self._mark(f"<row_{row}_col_{column}>"), *parts]
+            ids += self._newline if row < rows else self._newlines
+        return whole_numbers([*ids, self._around, self._whole, *parts, self._around])
+
+    def _mark(self, mark: str) -> int:
+        found = self._tokenizer.convert_tokens_to_ids(mark)
+        if not isinstance(found, int) or found == self._tokenizer.unk_token_id:
+            raise InputError(
+                f"the tokenizer has no token {mark}, which stands beside pictures: use the tokenizer that came with the model, or "
+                "smaller pictures (`size` in preprocessor_config.json)"
+            )
+        return found
+
+    def _text(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _processed(processor: Any, image: Image.Image, **more: Any) -> Any:
+    try:
+        return processor(images=[image], return_tensors="pt", **more)
+    except ValueError as error:
+        raise InputError(f"a picture of {image.width} × {image.height} pixels cannot be used: {error}") from error
+
 
 # Makes the ids of a row's prompt.
 IdsOf = Callable[[Mapping[str, Any]], Sequence[int] | Ids]
@@ -35,7 +208,7 @@ class ImagePrompts:
     """Reads prompts with pictures for one model.
 
     Args:
-        model: the policy, of a family that reads pictures (`models/vision.py`). Its function for positions is called once per
+        model: the policy, of a family that reads pictures (`models/policy.py`). Its function for positions is called once per
             prompt with pictures.
         path: directory or hub id with the model's image processor.
         chat_template_kwargs: further arguments of the chat template.

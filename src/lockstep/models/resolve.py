@@ -1,6 +1,6 @@
 """Turns the name that a user writes into a path or id that transformers and vLLM can both load.
 
-The name is a config's `model_name_or_path`. `models/policy.py`, `tokens/tokenizer.py` and the engines must all get exactly the
+The name is a config's `model_name_or_path`. `models/policy.py`, `tokens/chat.py` and the engines must all get exactly the
 string that this module returns.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.errors import InputError
-from lockstep.homes import expanded
 from lockstep.models.packaged import PACKAGED_MODEL, packaged_model_dir
+from lockstep.private_caches import expanded
 
 
 def resolve_model(name: str) -> str:

@@ -14,8 +14,14 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from lockstep.errors import InputError
 from lockstep.model_files import load_files
-from lockstep.models.loaded_checks import check_finite, refuse_adapter, refuse_incomplete
-from lockstep.models.policy import BAD_FILES, first_line, switch_off_dropout
+from lockstep.models.policy import (
+    BAD_FILES,
+    check_finite,
+    first_line,
+    refuse_adapter,
+    refuse_incomplete,
+    switch_off_dropout,
+)
 
 # Largest number of tokens in one forward pass, with padding. It limits the memory of activations. A longer text is a batch alone.
 _TOKENS_PER_BATCH = 16384
@@ -135,7 +141,7 @@ def load_reward_model(path: str) -> PreTrainedModel:
     """A sequence classifier with one output, in the precision in which it was saved.
 
     Args:
-        path: a result of `lockstep.models.resolve.resolve_model`.
+        path: a result of `lockstep.models.policy.resolve_model`.
 
     Raises:
         InputError: there is no such model, or a tensor is missing from its files (for example the head, if it is a language model).

@@ -1,8 +1,8 @@
 """The alarms of a run: what is most often a user's mistake, while no proof fails and no error ends the run.
 
-`ALARMS` is the table of all of them. An alarm is raised once per run and subject. A user sees it as a line on the terminal (above
-a live panel, which keeps a row for it), in the logs of steps (the figure `alarms`), and in receipt, summary and report.
-docs/troubleshooting/alarms.md explains each. `training/` raises them.
+`ALARMS` is the table of all of them. An alarm is raised once per run and subject. A user sees it as a line on the
+terminal (above a live panel, which keeps a row for it), in the logs of steps (the figure `alarms`), and in receipt,
+summary and report. docs/troubleshooting/alarms.md explains each. `learn/` raises them.
 """
 
 from __future__ import annotations

@@ -1,15 +1,27 @@
-"""Shows a run while it trains: a live panel on a terminal, plain lines elsewhere.
+"""A run in view of the user: a live panel on a terminal, plain lines elsewhere, and tables of completions.
 
-Comes from: the trainer's callbacks, the clock of its phases and the figures of its steps; all of them are only read. The panel is
-drawn again four times per second, so that the user sees the progress of the current phase. Where there is no terminal, a line
-appears for each log, for each long piece of work, and after some seconds without one (`report/heartbeat.py`).
+Comes from: the trainer's callbacks, the clock of its phases and the figures of its steps; all of them are only read.
+The panel is drawn again four times per second, so that the user sees the progress of the current phase. Where there
+is no terminal, a line appears for each log, for each long piece of work, and after some seconds without one
+(`progress.py`).
+
+Prints one short line per log, for a trainer in a script or a notebook: what the command line prints where it has no
+terminal.
+
+Comes from: the trainer's logs. `run/trainers/online.py` adds it, unless the user asks for transformers' progress bar
+(`disable_tqdm=False`). A terminal shows the live view instead.
+
+Prints the last generation as a table: prompts, completions, scores, advantages, and values that reward functions
+logged.
+
+The trainer makes plain rows from a generation. The table goes to the same output as the run's other lines.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Group
@@ -21,14 +33,11 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
-from lockstep.report.durations import clock
-from lockstep.report.heartbeat import Heartbeat
-from lockstep.report.page.svg import number
+from lockstep.progress import Heartbeat, StatusLine, clock, open_waits
+from lockstep.report.page.drawing import number
 from lockstep.report.sparkline import sparkline
-from lockstep.report.status import StatusLine
-from lockstep.report.terminal import Terminal
-from lockstep.report.waits import open_waits
-from lockstep.visible import visible
+from lockstep.safe_text import visible
+from lockstep.terminal import Terminal
 
 _WIDEST = 100
 # A gap above this share of its limit is shown in yellow.
@@ -51,7 +60,7 @@ class About:
 
 
 class LiveView(TrainerCallback):
-    """Follows a run. It is also the watcher of long work (`report/busy.py`) while the run trains.
+    """Follows a run. It is also the watcher of long work (`progress.py`) while the run trains.
 
     Args:
         phase: returns the current phase in words, with its counters; empty between phases.
@@ -298,3 +307,103 @@ def time_shares(logs: Mapping[str, float]) -> str:
     phases = {k.removeprefix("time/"): v for k, v in logs.items() if k.startswith("time/") and k != "time/step"}
     longest = sorted(phases.items(), key=lambda item: -item[1])
     return " ".join(f"{name} {seconds:.1f}s" for name, seconds in longest if seconds >= 0.05)
+
+
+class LogLines(TrainerCallback):
+    """One line per log of a training step or an evaluation."""
+
+    def __init__(self) -> None:
+        self._began, self._first_step, self._reward = 0.0, 0, float("nan")
+        # In a notebook, rich would make a block of HTML of every line.
+        self._console = Terminal(force_jupyter=False)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began, self._first_step = time.monotonic(), state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if not logs or not state.is_world_process_zero:
+            return
+        # An evaluation before training belongs to no step yet.
+        step = f"step {state.global_step}/{state.max_steps}  " if state.max_steps else ""
+        if "loss" in logs and "parity/mean_abs_gap" in logs:
+            # A step that learns from the rollouts of an earlier step logs no reward, so the last reward is kept.
+            self._reward = logs.get("reward", self._reward)
+            done = max(state.global_step - self._first_step, 1)
+            left = (time.monotonic() - self._began) / done * (state.max_steps - state.global_step)
+            self._say(plain_line(state.global_step, state.max_steps, {"reward": self._reward, **logs}, left))
+        elif "eval_reward" in logs:
+            self._say(f"{step}held-out reward {logs['eval_reward']:.3f} ± {logs['eval_reward_ci95']:.3f}")
+        elif "train_runtime" in logs:
+            self._say(f"{step}training took {logs['train_runtime']:.0f} s")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One completion.
+
+    Attributes:
+        prompt: text, or messages with `role` and `content`.
+        scores: score per reward function; None if the function gave none.
+        extra: values that reward functions logged for the completion, by column.
+        finish_reasons: the finish reason of each sampled turn.
+    """
+
+    prompt: Any
+    completion: str
+    scores: Mapping[str, float | None]
+    advantage: float
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    finish_reasons: Sequence[str] = ()
+
+
+def chosen_rows(rows: Sequence[Row], count: int | None, *, unique_prompts: bool) -> list[Row]:
+    """The rows to show.
+
+    Args:
+        count: largest number of rows, taken at even distances so that they cover many prompts; None for all.
+        unique_prompts: whether to keep only the first row of every prompt.
+    """
+    kept = list(rows)
+    if unique_prompts:
+        first: dict[str, Row] = {}
+        for row in rows:
+            first.setdefault(repr(row.prompt), row)
+        kept = list(first.values())
+    if count is None or count >= len(kept):
+        return kept
+    return [kept[place * len(kept) // count] for place in range(count)]
+
+
+def print_completions(rows: Sequence[Row], step: int, console: Terminal | None = None) -> None:
+    """Print rows as one table, with a column for every score and every extra value that any row has, and one for the finish
+    reasons of all turns if a row has several turns."""
+    scores = list(dict.fromkeys(name for row in rows for name in row.scores))
+    extras = list(dict.fromkeys(name for row in rows for name in row.extra))
+    table = Table(expand=True, show_lines=True)
+    table.add_column("Prompt", style="yellow")
+    table.add_column("Completion", style="green")
+    for name in (*scores, "Advantage"):
+        table.add_column(Text(visible(name)), style="cyan", justify="right")
+    ends = any(len(row.finish_reasons) > 1 for row in rows)
+    for name in [*(["Finish reasons"] if ends else []), *extras]:
+        table.add_column(Text(visible(name)))
+    for row in rows:
+        numbers = [_number(row.scores.get(name)) for name in scores] + [_number(row.advantage)]
+        said = [Text(", ".join(row.finish_reasons))] if ends else []
+        said += [_text(row.extra[name]) if name in row.extra else Text("") for name in extras]
+        table.add_row(_text(row.prompt), _text(row.completion), *numbers, *said)
+    (console or Terminal()).print(Panel(table, title=f"Step {step}", expand=False))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None or value != value else f"{value:.2f}"
+
+
+def _text(value: Any) -> Text:
+    # The cells are Text objects, because square brackets in a completion must not be read as markup.
+    if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
+        value = "\n\n".join(f"{str(m.get('role', '')).upper()}\n{m.get('content', '')}" for m in value)
+    return Text(visible(str(value)))

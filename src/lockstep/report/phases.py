@@ -1,7 +1,7 @@
 """Measures the seconds per phase of a step. One clock belongs to one run; the logs, the live view and the summary read it.
 
-The host gives a GPU its work ahead of time. On the host's clock the seconds of that work would belong to the phase in which the
-host next waits for it. So on a GPU a phase lasts from one mark to another in the GPU's own queue of work.
+The host gives a GPU its work ahead of time. On the host's clock the seconds of that work would belong to the phase in
+which the host next waits for it. So on a GPU a phase lasts from one mark to another in the GPU's own queue of work.
 """
 
 from __future__ import annotations

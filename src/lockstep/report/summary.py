@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from lockstep.report.alarms import LINE
-from lockstep.report.judged_gap import closest_of_run
+from lockstep.report.page.run_record import closest_of_run
 
 Line = dict[str, Any]
 

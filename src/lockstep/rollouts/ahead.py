@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from lockstep.errors import LockstepError
-from lockstep.report.waits import waiting
+from lockstep.progress import waiting
 from lockstep.rollouts.conversation import Program
 from lockstep.rollouts.driver import Driver, Rollouts, Running, Start
 from lockstep.rollouts.group import Rollout

@@ -19,8 +19,7 @@ from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError, LockstepError
 from lockstep.images.pictures import PromptPictures
 from lockstep.rollouts.group import Prompt, Rollout, TurnEnd
-from lockstep.tokens.arrays import Ids, Reals, filled, flags, joined, reals, whole_numbers
-from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
+from lockstep.tokens.arrays import Ids, KeptIds, Reals, filled, flags, joined, joined_kept_ids, reals, whole_numbers
 
 Ask = Callable[[GenerationRequest, Progress | None], Awaitable[Completion]]
 Decode = Callable[[Ids], str]

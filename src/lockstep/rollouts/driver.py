@@ -1,8 +1,9 @@
 """From prompts to groups of rollouts: runs the programs of many rollouts at once, and keeps the engine busy with their requests.
 
-Every rollout is a coroutine (`rollouts/conversation.py`). All of them run on one event loop, in a thread of the driver. The engine
-works in the calling thread: vLLM and torch then always compute in the same thread. Requests go to the engine as soon as a program
-makes them, and each finished rollout is handed over at once. There is no barrier between the turns of different rollouts.
+Every rollout is a coroutine (`rollouts/conversation.py`). All of them run on one event loop, in a thread of the
+driver. The engine works in the calling thread: vLLM and torch then always compute in the same thread. Requests go to
+the engine as soon as a program makes them, and each finished rollout is handed over at once. There is no barrier
+between the turns of different rollouts.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from lockstep.contract.protocol import Completion, Engine, GenerationRequest, Re
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import LockstepError, ProofError
 from lockstep.rollouts.conversation import Ask, Conversation, Decode, OutOfRoom, Program, single_turn
-from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, seal_of
 from lockstep.rollouts.programs.tools import ToolCalls
-from lockstep.rollouts.seal import seal_of
 from lockstep.threads import CallLoop, Pending
 from lockstep.tokens.arrays import Ids
 
@@ -70,9 +70,9 @@ class Driver:
 
     Args:
         tokenizer: decodes ids to text. It never makes ids.
-        record: makes the record of one rollout (`watch/turns.py`).
+        record: makes the record of one rollout (`watch/custody.py`).
         calls: runs the calls of tools and environments that programs make; None: programs wait for nothing but the engine.
-        check: raises if an answer does not fit its request (`watch/ends.py`).
+        check: raises if an answer does not fit its request (`watch/samples.py`).
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Repeats work that lost its engine: waits for the engine, stops trusting it, and does the work again from its start.
 
-Only whole pieces of work are repeated: a push with its probe, or a generation. A single call is never repeated, because nobody
-knows what a lost call left behind. Every request has a seed of its own, so repeated work gives the same tokens.
+Only whole pieces of work are repeated: a push with its probe, or a generation. A single call is never repeated,
+because nobody knows what a lost call left behind. Every request has a seed of its own, so repeated work gives the
+same tokens.
 """
 
 from __future__ import annotations

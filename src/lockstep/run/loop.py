@@ -1,24 +1,24 @@
 """The training loop: push, sample, score, learn, step, log. Read this file first.
 
-One generation goes like this. The policy's weights are pushed to the engine. The engine samples completions of a few prompts.
-Reward functions score them, and the method turns rewards into advantages. The policy learns from a generation in one or several
-optimizer steps, each cut into micro-batches.
+One generation goes like this. The policy's weights are pushed to the engine. The engine samples completions of a few
+prompts. Reward functions score them, and the method turns rewards into advantages. The policy learns from a
+generation in one or several optimizer steps, each cut into micro-batches.
 
 `transformers.Trainer` drives the loop. It calls `micro_step` once per micro-batch and runs the optimizer after the
-last micro-batch of each step; The trainer connects the two. On several ranks, one rank holds the engine, all ranks get
-the same groups, and each rank learns from its own micro-batches.
+last micro-batch of each step; the trainer connects the two. On several ranks, one rank holds the engine,
+all ranks get the same groups, and each rank learns from its own micro-batches.
 
 | stage  | here                | done by |
 |--------|---------------------|---------|
-| push   | `rollout`           | `run/source.py`, `sync/push.py` |
+| push   | `rollout`           | `run/source.py`, `weights/push.py` |
 | sample | `rollout`           | `run/source.py`, `rollouts/driver.py`, the engine |
-| score  | `rollout`           | `rollouts/scores/rewards.py`: reward functions, on each rank its share |
-| prepare| `_next_generation`  | `training/step/generation.py`: advantages, weights, micro-batches |
-| learn  | `micro_step`        | `training/step/update.py`: forward, loss and backward of one micro-batch |
+| score  | `rollout`           | `rollouts/rewards.py`: reward functions, on each rank its share |
+| prepare| `_next_generation`  | `learn/generation.py`: advantages, weights, micro-batches |
+| learn  | `micro_step`        | `learn/update.py`: forward, loss and backward of one micro-batch |
 | step   | `transformers.Trainer` | clips the gradients and calls the optimizer |
-| log    | `_finish_step`      | `run/files/step_log.py` |
+| log    | `_finish_step`      | `run/files/logs.py` |
 
-Each stage tells the watch what has happened (`training/events.py`). Before the optimizer changes the policy, the watch
+Each stage tells the watch what has happened (`learn/events.py`). Before the optimizer changes the policy, the watch
 has proven every token, weight and gradient of the step (`watch/run.py`), or an error was raised. An evaluation samples
 and scores like a generation, and learns nothing.
 """
@@ -31,18 +31,17 @@ import torch
 from transformers import TrainerState
 
 from lockstep.errors import InputError
+from lockstep.learn.events import Watch
+from lockstep.learn.generation import Generation, Preparation
+from lockstep.learn.methods.objective import Objective, Scores
+from lockstep.learn.update import OptimizerStep, Policy, router_loss
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.run.files.step_log import StepLog
+from lockstep.rollouts.ranks import Ranks
+from lockstep.run.data.prompts import MicroBatch, PromptOrder, generations_from
+from lockstep.run.files.logs import StepLog
+from lockstep.run.metrics import UnscoredGenerations
 from lockstep.run.source import RolloutSource
-from lockstep.training.data.prompt_order import MicroBatch, PromptOrder, generations_from
-from lockstep.training.events import Watch
-from lockstep.training.generate.unscored import UnscoredGenerations
-from lockstep.training.methods.objective import Objective, Scores
-from lockstep.training.step.generation import Generation, Preparation
-from lockstep.training.step.router_loss import router_loss
-from lockstep.training.step.update import OptimizerStep, Policy
 
 # Completions that an evaluation asks an engine for in one call, because one call has a time limit.
 _EVALUATION_PART = 2048

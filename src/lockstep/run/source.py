@@ -14,6 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.config.run import OnlineConfig
+from lockstep.config.sampling import interruption_of, sampling_of
 from lockstep.contract.protocol import Engine
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
@@ -22,30 +24,32 @@ from lockstep.images.prompts import ImagePrompts
 from lockstep.models.adapters import causal_model
 from lockstep.report.alarms import Alarms
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.across_ranks.ranks import Ranks
-from lockstep.rollouts.across_ranks.wire import groups_from_wire, groups_to_wire
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.conversation import Program, single_turn
 from lockstep.rollouts.driver import Driver, Start, groups_from, sampled_now, starts_for
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.interruptions import interrupted
+from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.recovery import Recovery
-from lockstep.rollouts.scores.rewards import Scorer
-from lockstep.run.engine import check_directory, generations_ahead, shake_hands, start_engine
-from lockstep.run.server_changes import ServerChanges, server_changes
-from lockstep.sync.push import let_sleep, push_weights
-from lockstep.tokens.end import end_ids
-from lockstep.training.config.interruption import interruption_of
-from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.config.sampling import sampling_of
-from lockstep.training.generate.metrics import interruption_metrics, rollout_metrics, staleness_metrics
-from lockstep.training.generate.rollouts.function import RolloutFunction
-from lockstep.training.generate.rollouts.tools import Acting
-from lockstep.training.generate.scoring import Scoring
+from lockstep.rollouts.rewards import Scorer
+from lockstep.rollouts.wire import groups_from_wire, groups_to_wire
+from lockstep.run.engine import (
+    ServerChanges,
+    check_directory,
+    generations_ahead,
+    server_changes,
+    shake_hands,
+    start_engine,
+)
+from lockstep.run.metrics import interruption_metrics, rollout_metrics, staleness_metrics
+from lockstep.run.programs import Acting, RolloutFunction
+from lockstep.run.scoring import Scoring
+from lockstep.tokens.chat import end_ids
+from lockstep.watch.custody import Record
 from lockstep.watch.engine import EngineWatch, Proofs
 from lockstep.watch.push import NOT_PUSHED
 from lockstep.watch.settings import SettingsProof
-from lockstep.watch.turns import Record
+from lockstep.weights.push import let_sleep, push_weights
 
 _logger = logging.getLogger(__name__)
 

@@ -1,6 +1,18 @@
-"""Builds the command line and the environment of vLLM's own server. They contain the options that training needs, and the guard.
+"""The command line of vLLM's own server: what Lockstep sets, what a user may add, and adapters.
+
+Builds the command line and the environment of vLLM's own server. They contain the options that training needs, and
+the guard.
 
 The supervisor runs the command.
+
+Checks which of vLLM's arguments a user may add to a server's command line.
+
+This check runs before anything is loaded. Later the server's own process checks with vLLM's parser that every word is
+the whole name of an argument and not an abbreviation (`server/launch.py`).
+
+Further arguments of a server to which adapters are pushed alone (`lockstep serve MODEL --enable_lora`).
+
+Each of them is added to the command line, unless the user has given it.
 """
 
 from __future__ import annotations
@@ -8,33 +20,195 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.engines.vllm.arguments import (
+    OWN_CODE,
+    REFUSED,
     SERVER_BACKEND,
     WORKER_EXTENSION,
     check_adapters,
     check_quantization,
     cpu_cache_bytes,
     engine_arguments,
+    refuse_family,
     usual_sequences,
 )
-from lockstep.engines.vllm.port.pictures import picture_arguments
-from lockstep.engines.vllm.refused import refuse_family
-from lockstep.engines.vllm.workers.environment import LOOPBACK, cpu_settings, exact_products
+from lockstep.engines.vllm.environment import LOOPBACK, cpu_settings, exact_products
+from lockstep.engines.vllm.port.requests import picture_arguments
 from lockstep.errors import InputError
 from lockstep.images.files import LARGEST
-from lockstep.model_files import load_files
-from lockstep.models.policy import context_length
-from lockstep.models.vision import reads_pictures
-from lockstep.server.adapters import ENVIRONMENT, adapter_flags
-from lockstep.server.arguments import check_words, name_of
+from lockstep.model_files import build_empty, load_files
+from lockstep.models.policy import context_length, reads_pictures
 from lockstep.server.keys import KEY_VARIABLE
+
+# `lockstep serve` sets these itself. With another value, the server would be open to others or unusable for a trainer.
+_SET_BY_SERVE = frozenset(
+    {
+        "api_key",
+        "config",
+        "enable_scale_out",
+        "host",
+        "logprobs_mode",
+        "middleware",
+        "model",
+        "model_tag",
+        "port",
+        "root_path",
+        "uds",
+        "worker_extension_cls",
+    }
+)
+# These would make the server run a worker, an adapter or a model that the proofs do not examine.
+_NOT_PROVEN = frozenset(
+    {
+        "default_mm_loras",
+        "enable_prompt_embeds",
+        "kv_offloading_backend",
+        "kv_offloading_size",
+        "lora_modules",
+        "quantization_config",
+        "scheduler_cls",
+        "tokenizer_revision",
+        "worker_cls",
+    }
+)
+# These open a port without a guard, or send prompts, weights or cache blocks to another program.
+# `tests/server/free_arguments.txt` lists all arguments of this release of vLLM that are in none of these sets.
+_OPENS_OR_SENDS = frozenset(
+    {
+        "api_server_count",
+        "ec_manager_config",
+        "ec_transfer_config",
+        "elastic_ep_max_dp_size",
+        "enable_elastic_ep",
+        "enable_fault_tolerance",
+        "fault_tolerance_config",
+        "grpc",
+        "grpc_port",
+        "headless",
+        "kv_events_config",
+        "kv_transfer_config",
+        "otlp_traces_endpoint",
+        "tool_server",
+    }
+)
+# Prefixes of arguments for several copies of the model in one server. A trainer cannot distinguish the copies, and their ports have
+# no guard.
+_COPIES = ("data_parallel_", "dp_")
+
+
+def name_of(word: str) -> str:
+    """The argument's name: `max_num_seqs` for `--max-num-seqs`, `--max_num_seqs=4` and `--max-num-seqs.key`."""
+    return word.partition("=")[0].partition(".")[0].lstrip("-").replace("-", "_")
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse words that may not be on a server's command line.
+
+    Raises:
+        InputError: a word is a short form such as `-q`, or an argument that the user may not set.
+    """
+    for word in words:
+        if word.startswith("-") and not word.startswith("--") and not _is_number(word):
+            raise InputError(f"{word}: write vLLM's arguments with their whole names")
+    check_names({name_of(word).removeprefix("no_") for word in words if word.startswith("--")})
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse arguments by name.
+
+    Raises:
+        InputError: the user may not set one of them.
+    """
+    given = set(names)
+    if own := _SET_BY_SERVE & given:
+        raise InputError(f"lockstep serve sets {_listed(own)} itself; leave it out")
+    if opening := _OPENS_OR_SENDS & given:
+        raise InputError(
+            f"the command line may not set {_listed(opening)}: it opens a port without a key, or sends data to another program"
+        )
+    if copies := {name for name in given if name.startswith(_COPIES)}:
+        raise InputError(
+            f"the command line may not set {_listed(copies)}: a trainer cannot distinguish the copies inside one server; start as "
+            "many servers, each on a port of its own, and give all of their URLs"
+        )
+    if code := OWN_CODE & given:
+        raise InputError(f"the command line may not set {_listed(code)}: code that comes with a model is not run")
+    if other := {name for name in given if name in REFUSED | _NOT_PROVEN or name.startswith("spec")}:
+        raise InputError(
+            f"the command line may not set {_listed(other)}: the log-probs would differ, or no proof would find a fault"
+        )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+# vLLM's server opens its endpoints for adapters only with this environment variable.
+ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+# Number of adapters that may compute in one step. Requests end with the adapter that they began with, so that the two newest
+# adapters may be in use at the same time.
+_AT_ONCE = 2
+# Number of adapters in main memory. Several runs may share a server, and each may have several adapters with running requests.
+_HELD = 16
+
+
+def adapter_flags(model: str, given: set[str]) -> list[str]:
+    """The part of the command line for adapters: flags and their values.
+
+    Args:
+        model: directory or hub id.
+        given: the names of the arguments that the user has given.
+    """
+    flags: dict[str, list[str]] = {
+        "max_loras": [str(_AT_ONCE)],
+        "max_cpu_loras": [str(_HELD)],
+        "lora_target_modules": linear_layers(model) if "lora_target_modules" not in given else [],
+    }
+    if "max_loras" in given:
+        # vLLM demands max_cpu_loras ≥ max_loras, and chooses a fitting default itself.
+        del flags["max_cpu_loras"]
+    return [
+        word
+        for name, values in flags.items()
+        if name not in given and values
+        for word in ("--" + name.replace("_", "-"), *values)
+    ]
+
+
+def linear_layers(model: str) -> list[str]:
+    """The names of a model's linear layers, without the output head. Empty: transformers does not know the model, and vLLM chooses.
+
+    By default vLLM also puts LoRA layers around the embedding and the head. These cost time, and no adapter of ours uses them.
+    """
+    try:
+        with torch.device("meta"):
+            empty_model = build_empty(AutoModelForCausalLM, load_files(AutoConfig, model))
+    except (ValueError, KeyError, ImportError):
+        return []
+    head = empty_model.get_output_embeddings()
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in empty_model.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not head
+        }
+    )
+
 
 # Largest key-value cache on a CPU, in bytes.
 _LARGEST_CPU_CACHE = 4 << 30
@@ -52,7 +226,7 @@ class ServeOptions:
     The server's process reads and checks `rest` with vLLM's own parser (`server/launch.py`).
 
     Attributes:
-        model: directory or hub id that vLLM can load (`models/resolve.py`).
+        model: directory or hub id that vLLM can load (`models/policy.py`).
         max_model_len: longest prompt + completion in tokens; None: `usual_length`.
         max_num_seqs: largest number of sequences that are decoded together; None: 256 on a GPU, 64 on a CPU.
         fp32_head: whether the output head computes in float32, whatever `dtype` is.

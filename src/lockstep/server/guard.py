@@ -1,25 +1,35 @@
 """The guard inside vLLM's API server. Every request except `/health` and a greeting needs the key.
 
-It also lets `/health` fail when the engine has stopped to answer, and lets `/collective_rpc` call Lockstep's own methods only.
+It also lets `/health` fail when the engine has stopped to answer (vLLM's own only says that no process has ended; the
+supervisor ends a server whose engine has been silent for too long), and lets `/collective_rpc` call Lockstep's own
+methods only.
 
-The guard is needed because vLLM's own `--api-key` leaves the weight, cache and RPC endpoints open. vLLM loads it by its argument
-`--middleware`. The key comes from the environment, so that no list of processes shows it. A trainer proves that it has the key
-without sending it (`engines/http/greeting.py`). Users and other programs may send `Authorization: Bearer KEY`.
+The guard is needed because vLLM's own `--api-key` leaves the weight, cache and RPC endpoints open. vLLM loads it by
+its argument `--middleware`. The key comes from the environment, so that no list of processes shows it. A trainer
+proves that it has the key without sending it (`engines/servers/calls.py`). Users and other programs may send
+`Authorization: Bearer KEY`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
+import math
 import re
+import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qsl
 
-from lockstep.engines.http.greeting import (
+from lockstep.engines.servers.calls import (
     GREETING,
+    HEALTH,
     LIMIT_HEADER,
     NONCE_HEADER,
     PROOF_HEADER,
@@ -30,9 +40,82 @@ from lockstep.engines.http.greeting import (
     make_nonce,
     server_proof,
 )
-from lockstep.engines.http.server_calls import HEALTH
-from lockstep.server.engine_watch import EngineWatch
 from lockstep.server.keys import guards_key
+
+# Seconds between two questions to the engine. Everybody may ask for the server's health, and the engine must not notice it.
+_EVERY = 5.0
+# Seconds that a caller waits who does not say how long: the time limit of OpenAI's SDK.
+_USUAL_LIMIT = 600.0
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A call that the server has not answered yet, and when its caller stops waiting."""
+
+    until: float
+    ended: float = math.inf
+
+    def waited_until(self, now: float) -> float:
+        return min(self.until, self.ended, now)
+
+
+class EngineHealth:
+    """Asks the engine, one question at a time, and counts the seconds for which it owes the answer.
+
+    The engine does one thing after the other: it answers after the step or the push that it is in. A push may take long, and so may
+    a step on a CPU. Therefore the seconds count only from the moment when no caller waits any more whose call came before the
+    question. Calls that came after it are no excuse.
+    """
+
+    def __init__(self) -> None:
+        self._open: set[_Open] = set()
+        self._asked = -math.inf
+        self._before: tuple[_Open, ...] = ()
+        self._answer: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def call(self, limit: str) -> Iterator[None]:
+        """Inside the context, a caller waits for an answer.
+
+        Args:
+            limit: seconds for which it waits, as it says; another text: it does not say.
+        """
+        opened = _Open(time.monotonic() + _seconds(limit))
+        self._open.add(opened)
+        try:
+            yield
+        finally:
+            opened.ended = time.monotonic()
+            self._open.discard(opened)
+
+    def silence(self, ask: Callable[[], Awaitable[Any]]) -> float:
+        """Seconds for which the engine owes an answer; 0 if it owes none. It asks again, but does not wait.
+
+        Args:
+            ask: asks the engine something that every one of its workers answers.
+        """
+        now = time.monotonic()
+        if self._answer is not None and not self._answer.done():
+            return max(0.0, now - max([self._asked, *(call.waited_until(now) for call in self._before)]))
+        if now - self._asked >= _EVERY:
+            self._asked, self._before = now, tuple(self._open)
+            self._answer = asyncio.ensure_future(_answered(ask))
+        return 0.0
+
+
+async def _answered(ask: Callable[[], Awaitable[Any]]) -> None:
+    # An engine that answers with an error answers. If its process has ended, vLLM's own check says so.
+    with contextlib.suppress(Exception):
+        await ask()
+
+
+def _seconds(limit: str) -> float:
+    try:
+        found = float(limit)
+    except ValueError:
+        return _USUAL_LIMIT
+    return found if 0 <= found < math.inf else _USUAL_LIMIT
+
 
 _Message = MutableMapping[str, Any]
 _Receive = Callable[..., Awaitable[Any]]
@@ -68,7 +151,7 @@ class KeyGuard:
         # A restarted server has another nonce, so that every trainer must greet it again.
         self.nonce = make_nonce()
         self._calls: defaultdict[str, Calls] = defaultdict(Calls)
-        self._watch = EngineWatch()
+        self._watch = EngineHealth()
 
     async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         if scope["type"] == "lifespan":

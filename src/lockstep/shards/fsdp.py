@@ -1,4 +1,6 @@
-"""Weights that FSDP2 shards (`fully_shard`), as accelerate's FSDP2 plugin would shard them.
+"""Weights that FSDP2 shards, and the user's settings of it.
+
+Weights that FSDP2 shards (`fully_shard`), as accelerate's FSDP2 plugin would shard them.
 
 There is one per model. With autocast, the layers are gathered in autocast's dtype.
 """

@@ -1,11 +1,21 @@
-"""A sharded model: one group of weights per decoder layer and one for the rest.
+"""A sharded model, the part of a tensor that this rank holds, and the norm of sharded gradients.
+
+A sharded model: one group of weights per decoder layer and one for the rest.
 
 A `ShardedWeights` holds the parts, gathers them and reduces gradients; `fsdp.py` has that of FSDP2. What is here is the
 same for each. The trainer (`run/trainers/online.py`) shards the policy and the reference before the optimizer is made.
 `sharded(model)` gives other code the `ShardedModel` of a model, or None where the model is whole on this rank.
 
-Gradients are summed in float32 and never averaged: the loss of a pack is its share of the whole step's loss. In float32, 1, 2 and
-4 ranks so give the same gradients as a model that is not sharded. With autocast, the layers are gathered in autocast's dtype.
+Gradients are summed in float32 and never averaged: the loss of a pack is its share of the whole step's loss. In
+float32, 1, 2 and 4 ranks so give the same gradients as a model that is not sharded. With autocast, the layers are
+gathered in autocast's dtype.
+
+The part of a tensor that this rank holds. A tensor that is not sharded is its own part.
+
+Proofs and digests read parameters, gradients and optimizer state through these functions. Only `collected`
+communicates.
+
+The norm of gradients of which some are sharded, and their clipping. The gradients of a step are clipped with it.
 """
 
 from __future__ import annotations
@@ -16,13 +26,54 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from lockstep.errors import InputError, ProofError
 from lockstep.models.adapters import causal_model
+from lockstep.progress import waiting
 from lockstep.shards.fsdp import FsdpWeights
-from lockstep.shards.parts import collected, is_sharded, local_part
-from lockstep.shards.passes import Passes
+from lockstep.shards.passes import PASS_LIMIT, Passes
+
+# The rank that holds the engine, and gets whole tensors.
+OWNER = 0
+Part = TypeVar("Part", bound=torch.Tensor | None)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is sharded over ranks (a `DTensor`)."""
+    return hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Part) -> Part:
+    """The part that this rank holds, in the tensor's own memory. It may be empty. None stays None."""
+    if tensor is None or not is_sharded(tensor):
+        return tensor
+    return tensor.detach().to_local()  # type: ignore[attr-defined]
+
+
+def first_element(tensor: torch.Tensor) -> int:
+    """The place of the first element of this rank's part in the flattened tensor. Parts are cut along the first dimension."""
+    if not is_sharded(tensor):
+        return 0
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    rows = -(-tensor.shape[0] // mesh.size())
+    return min(mesh.get_local_rank() * rows, tensor.shape[0]) * (tensor.numel() // max(tensor.shape[0], 1))
+
+
+def collected(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded tensor as a whole, in new memory, on the owner. The other ranks get their own part. Every rank calls."""
+    mesh, part, shape = tensor.device_mesh, local_part(tensor), tensor.shape  # type: ignore[attr-defined]
+    rows = -(-shape[0] // mesh.size())
+    mine = part.contiguous()
+    if mine.shape[0] < rows:
+        mine = torch.cat([mine, mine.new_zeros(rows - mine.shape[0], *shape[1:])])
+    whole = mine.new_empty(mesh.size() * rows, *shape[1:]) if mesh.get_local_rank() == OWNER else None
+    parts = None if whole is None else list(whole.split(rows))
+    with waiting("every rank's part of a tensor", verb=f"rank {mesh.get_local_rank()} waits for "):
+        dist.gather(mine, parts, dst=OWNER, group=mesh.get_group())
+    return part if whole is None else whole[: shape[0]]
+
 
 T = TypeVar("T")
 # The attribute of a causal language model that holds its `ShardedModel`.
@@ -277,3 +328,31 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
             "shards"
         )
     return found
+
+
+@torch.no_grad()
+def clip_sharded(parameters: Sequence[torch.nn.Parameter], max_norm: float, passes: Passes) -> torch.Tensor:
+    """Clip the gradients of all parameters together to a norm, as `torch.nn.utils.clip_grad_norm_` does. Every rank calls.
+
+    Args:
+        parameters: sharded ones, and others that are the same on every rank.
+        max_norm: the largest norm. Infinity changes nothing.
+
+    Returns:
+        The norm of the whole gradient before, as a scalar.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    # A gradient that every rank has counts once.
+    own = [local_part(g) for g in gradients if is_sharded(g) or passes.rank == 0]
+    norms = torch._foreach_norm([g for g in own if g.numel()])
+    device = gradients[0].device if gradients else torch.device("cpu")
+    wide = torch.float64 if device.type == "cpu" else torch.float32
+    square = torch.stack([n.to(device, wide) for n in norms]).square().sum() if norms else torch.zeros((), dtype=wide)
+    square = square.to(device)
+    with waiting("the gradients of every rank", PASS_LIMIT, verb=f"rank {passes.rank} waits for "):
+        dist.all_reduce(square, group=passes.group)
+    norm = square.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    parts = [part for part in map(local_part, gradients) if part.numel()]
+    torch._foreach_mul_(parts, scale)
+    return norm

@@ -1,10 +1,11 @@
 """What all ranks must do together on sharded models, although each rank has other work.
 
-A forward of a sharded model gathers its layers from all ranks. So every rank must run it, but ranks have different numbers of
-packs, and some forwards are the work of one rank alone, such as the canary. Before each such act the ranks therefore vote: each
-names the act that it wants to do next, the highest one is done by all, and who did not want it plays it: a forward of one token
-without weight, or its part of a gather. A rank that has nothing left to do, also because it failed, votes for nothing and plays
-along until all ranks vote for nothing. A vote is one number per rank, over gloo.
+A forward of a sharded model gathers its layers from all ranks. So every rank must run it, but ranks have different
+numbers of packs, and some forwards are the work of one rank alone, such as the canary. Before each such act the ranks
+therefore vote: each names the act that it wants to do next, the highest one is done by all, and who did not want it
+plays it: a forward of one token without weight, or its part of a gather. A rank that has nothing left to do, also
+because it failed, votes for nothing and plays along until all ranks vote for nothing. A vote is one number per rank,
+over gloo.
 
 The acts of a model are registered. `meet` is called before ranks exchange data.
 """
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import LockstepError
-from lockstep.report.waits import waiting
+from lockstep.progress import waiting
 
 # A number above every act: a rank failed in the middle of one.
 _BROKEN = 2**62

@@ -2,8 +2,8 @@
 
 FSDP2 is asked for by TrainingArguments' `fsdp` and `fsdp_config`, or by the environment of `accelerate launch`.
 
-accelerate's own FSDP plugin would wrap the model beside the proofs, and does not run on a CPU. So `take_settings` reads what it
-would read, and switches it off: `shards/model.py` then shards in the same way.
+accelerate's own FSDP plugin would wrap the model beside the proofs, and does not run on a CPU. So `take_settings`
+reads what it would read, and switches it off: `shards/model.py` then shards in the same way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import InputError
-from lockstep.homes import expanded
+from lockstep.private_caches import expanded
 
 if TYPE_CHECKING:
     from lockstep.shards.model import Shard

@@ -14,13 +14,10 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
 from lockstep.errors import InputError
-from lockstep.homes import expanded
-from lockstep.tasks.arithmetic import arithmetic
-from lockstep.tasks.builtin_rewards import Reward, exact_match
-from lockstep.tasks.calculator import calculator
-from lockstep.tasks.csv_files import column_types, read_csv
-from lockstep.tasks.data_files import broken_line, data_files, opened, reader_of
-from lockstep.tasks.dots import dots
+from lockstep.private_caches import expanded
+from lockstep.tasks.builtin import arithmetic, calculator, dots
+from lockstep.tasks.files import broken_line, column_types, data_files, opened, read_csv, reader_of
+from lockstep.tasks.rewards import Reward, exact_match
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +78,7 @@ def load_data(
         if subset is None:
             raise InputError("dataset_name reasoning_gym needs dataset_config, such as letter_counting")
         # Its import takes as long as all others here together.
-        from lockstep.tasks.gym import reasoning_gym_problems
+        from lockstep.tasks.builtin import reasoning_gym_problems
 
         train, held_out, score = reasoning_gym_problems(subset, train_size, eval_size, seed)
         return TaskData(train, held_out if eval_size else None, (score,))

@@ -1,8 +1,9 @@
 """Whether a completion's final answer equals a reference as mathematics, by math-verify, within a time limit.
 
-math-verify limits its time by a signal, and Python handles signals only in the main thread of a process. In other threads
-(rewards are computed while the engine samples) a separate worker process compares one pair at a time. It reads and writes lines
-of JSON. If the worker does not answer in time, it is killed, and the next pair gets a new worker.
+math-verify limits its time by a signal, and Python handles signals only in the main thread of a process. In other
+threads (rewards are computed while the engine samples) a separate worker process compares one pair at a time. It
+reads and writes lines of JSON. If the worker does not answer in time, it is killed, and the next pair gets a new
+worker.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.child_environment import for_helpers
 from lockstep.errors import LockstepError
+from lockstep.processes import for_helpers
 
 _logger = logging.getLogger(__name__)
 

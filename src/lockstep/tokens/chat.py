@@ -1,31 +1,106 @@
-"""Turns a dataset's prompt into token ids, and renders messages with the chat template. No other module does this.
+"""From messages to token ids: the tokenizer, the chat template and its clock, the end tokens, and the ids of pictures.
 
-A prompt of plain text is encoded without changes: text of control tokens becomes control tokens, as in TRL. Messages are
-rendered in first prompts as in later turns, so that text of a message never becomes a control token. The ids go into
-requests to an engine. An engine's answer is never tokenized again.
+Turns a dataset's prompt into token ids, and renders messages with the chat template. No other module does this.
 
-A template writes control tokens as text (`<|im_end|>`), and the tokenizer turns this text into ids. Text of a user or a
-tool that looks the same would become the same ids. Therefore such text is *guarded* before it is rendered: a guard
-character is inserted after its first character, and the tokenizer finds no control token there. The added tokens that it
-does find split the text into stretches. A stretch with a guard is encoded again, without the guard, by the same tokenizer
-without its added tokens. All other stretches keep the ids that the tokenizer gives the whole text. Therefore messages
-without such text get exactly the template's own ids.
+A prompt of plain text is encoded without changes: text of control tokens becomes control tokens, as in TRL. Messages
+are rendered in first prompts as in later turns, so that text of a message never becomes a control token. The ids go
+into requests to an engine. An engine's answer is never tokenized again.
+
+A template writes control tokens as text (`<|im_end|>`), and the tokenizer turns this text into ids. Text of a user or
+a tool that looks the same would become the same ids. Therefore such text is *guarded* before it is rendered: a guard
+character is inserted after its first character, and the tokenizer finds no control token there. The added tokens that
+it does find split the text into stretches. A stretch with a guard is encoded again, without the guard, by the same
+tokenizer without its added tokens. All other stretches keep the ids that the tokenizer gives the whole text.
+Therefore messages without such text get exactly the template's own ids.
+
+Loads the tokenizer, and checks that trainer and engine use one vocabulary.
+
+Rewards get text that the tokenizer decodes. Embeddings are never resized. If there is no pad token, an existing token
+becomes the pad token.
+
+The tokens that end a completion. All modules that need them call `end_ids`. Every request names them
+(`Sampling.end_ids`).
+
+The clock of a run's chat templates: one moment for all of them.
+
+Some templates write the date into a prompt (`strftime_now`, in transformers the clock of the machine). A run would
+then get other prompts after midnight, on another rank, in a later turn, or when it is resumed. Therefore all templates
+of a run read one moment. The trainer gives it to the config, and the config gives it to the templates.
+
+Puts the ids of pictures into the ids of a conversation. These ids come from the picture, not from the tokenizer.
+
+`images/` makes the pictures. A message contains a picture as the part `{"type": "image", "picture": …}`. The chat
+template writes one placeholder for it. This module replaces the placeholder by the picture's ids.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
+from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.errors import InputError
+from lockstep.errors import InputError, one_line
+from lockstep.model_files import load_files
 from lockstep.tokens.arrays import Ids, whole_numbers
-from lockstep.tokens.picture_ids import PICTURE, HasPictureIds, pictures_in, with_picture_ids
+
+# The key of a processed picture in a part of a message. The chat template does not get it.
+PICTURE = "picture"
+
+
+class HasPictureIds(Protocol):
+    """A processed picture. Only its ids are used here."""
+
+    @property
+    def ids(self) -> Ids:
+        """(N,) ids that stand for the picture in a conversation."""
+
+
+def picture_part(picture: HasPictureIds) -> dict[str, Any]:
+    """The part of a message's content that shows a picture."""
+    return {"type": "image", PICTURE: picture}
+
+
+def pictures_in(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The processed pictures of messages, in the order in which the messages show them."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return [part[PICTURE] for part in parts if isinstance(part, Mapping) and PICTURE in part]
+
+
+def with_picture_ids(ids: Ids, placeholder: int, pictures: Sequence[HasPictureIds]) -> Ids:
+    """Ids in which each placeholder is replaced by the ids of its picture.
+
+    Args:
+        ids: (N,) ids with one placeholder per picture.
+
+    Raises:
+        InputError: there are more or fewer placeholders than pictures.
+    """
+    places = np.flatnonzero(ids == placeholder)
+    if len(places) != len(pictures):
+        raise InputError(
+            f"the text has {len(places)} placeholders for {len(pictures)} pictures: the chat template does not write one per image "
+            "part, or a prompt of plain text does not contain one per picture"
+        )
+    if not pictures:
+        return ids
+    pieces = np.split(ids, places)
+    joined = [
+        pieces[0],
+        *(part for own, piece in zip(pictures, pieces[1:], strict=True) for part in (own.ids, piece[1:])),
+    ]
+    return whole_numbers(np.concatenate(joined))
+
 
 Message = dict[str, Any]
 # The content of a message: text, or a list of parts.
@@ -112,7 +187,7 @@ def render_prompt(
 
     Args:
         template: the result of `template_of`, so that many prompts share it; None: it is made for this prompt.
-        images: whether contents may be lists of parts, as `images/reading.py` makes them.
+        images: whether contents may be lists of parts.
 
     Raises:
         InputError: the prompt is empty, is of another type, contains more than text, or has messages and there is no chat
@@ -345,3 +420,149 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 __all__ = ["Message", "is_conversational", "render_prompt", "template_of", "with_joined_text"]
+
+_logger = logging.getLogger(__name__)
+
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, with its pad token set.
+
+    Raises:
+        InputError: the model has no tokenizer, or the tokenizer has no end-of-sequence token.
+    """
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _VOCABULARY_FILES):
+        # Without this check, transformers would make an empty tokenizer of the model's type.
+        raise InputError(
+            f"model {path} comes without a usable tokenizer: none of {', '.join(_VOCABULARY_FILES)} is there"
+        )
+    try:
+        tokenizer = load_files(AutoTokenizer, path)
+    except StrictDataclassError as error:
+        # transformers reads the model's config too.
+        raise InputError(f"the config.json of model {path} is wrong: {one_line(error)}") from error
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        # Which of these errors transformers raises depends on the missing file.
+        raise InputError(f"model {path} comes without a usable tokenizer: {type(error).__name__}: {error}") from error
+    return guard_tokenizer(tokenizer)
+
+
+def guard_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Use the end-of-sequence token as the pad token if there is none. The vocabulary does not change.
+
+    Raises:
+        InputError: there is no end-of-sequence token either.
+    """
+    if tokenizer.eos_token_id is None:
+        raise InputError("the tokenizer has no end-of-sequence token; completions could never end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Number of token ids that the model can embed."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def fit_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the tokenizer's special ids have embeddings, and write the pad id into the model's config.
+
+    Usually the tokenizer is smaller than the embedding, whose rows are padded to a round number. A larger tokenizer has tokens
+    without an embedding, which neither the model nor an engine can compute with. Some published models have one that no text gives
+    (Gemma 3: the token of an image). Therefore a prompt that has such a token is refused (`check_embedded`), and not the tokenizer.
+
+    Raises:
+        InputError: the model cannot embed the pad token or the end token.
+    """
+    rows = embedding_rows(model)
+    for title, needed in (("pad", tokenizer.pad_token_id), ("end-of-sequence", tokenizer.eos_token_id)):
+        if needed is not None and needed >= rows:
+            raise InputError(
+                f"the tokenizer's {title} token has id {needed} but the model embeds only {rows} tokens: give the tokenizer a "
+                "token that the model has (embeddings are never resized here: the engine would keep the old vocabulary)"
+            )
+    if beyond := sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= rows):
+        _logger.warning(
+            f"the tokenizer has {len(beyond)} tokens that the model cannot embed ({beyond[0][1]!r} with id {beyond[0][0]} first; "
+            f"the model embeds {rows}): a prompt with one of them is refused"
+        )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    if model.generation_config is not None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+def check_embedded(ids: Ids, rows: int, what: str) -> None:
+    """Refuse ids that a model has no embedding for.
+
+    Args:
+        ids: (n,) at least one id.
+        rows: number of ids that the model embeds.
+        what: where the ids come from, for the message.
+
+    Raises:
+        InputError: an id has no embedding.
+    """
+    if (largest := int(ids.max())) >= rows:
+        raise InputError(
+            f"{what} has token id {largest} but the model embeds only {rows} tokens: take the text of that token out, or remove "
+            "the token from the tokenizer (embeddings are never resized here: the engine would keep the old vocabulary)"
+        )
+
+
+def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokenizer's end token, then the end tokens of the model's generation config, each once.
+
+    Ids of the generation config that the model cannot sample are left out.
+    """
+    ids = _listed(tokenizer.eos_token_id)
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    vocabulary = model.config.get_text_config().vocab_size
+    ids += [i for i in _listed(configured) if i < vocabulary]
+    return tuple(dict.fromkeys(int(i) for i in ids))
+
+
+def directory_end_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The end tokens that a model directory names.
+
+    Args:
+        tokenizer: the tokenizer of the directory.
+    """
+    try:
+        configured = load_files(GenerationConfig, path).eos_token_id
+    except OSError:
+        # The directory has no generation config.
+        configured = None
+    return {tokenizer.eos_token_id, *_listed(configured)}
+
+
+def _listed(ids: int | list[int] | None) -> list[int]:
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+# What transformers calls the clock in a template. An argument of the template with this name stands in its place.
+NAME_IN_TEMPLATES = "strftime_now"
+
+
+@dataclass(slots=True)
+class TemplateClock:
+    """A clock that stands still.
+
+    Attributes:
+        moment: local time without a zone, as transformers has it.
+        is_earlier: whether an earlier start of the run had it.
+        was_read: whether a template has asked for the time.
+    """
+
+    moment: datetime
+    is_earlier: bool = False
+    was_read: bool = False
+
+    def strftime_now(self, form: str) -> str:
+        """The moment in the form of `datetime.strftime`."""
+        self.was_read = True
+        return self.moment.strftime(form)

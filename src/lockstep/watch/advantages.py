@@ -1,6 +1,7 @@
 """Proof of advantages and weights: what enters the loss is what the method's definition makes of the scores.
 
-The expected values stand in `definitions/`. They start from the scores, not from the rewards that the run has made of them.
+The expected values stand in `definitions/`. They start from the scores, not from the rewards that the run has made of
+them.
 
 Proof `advantages`.
 Shows: the advantage and the weight of every token that enters the loss are what a second implementation in float64
@@ -21,12 +22,12 @@ import numpy as np
 import torch
 
 from lockstep.definitions import advantages as define
-from lockstep.definitions.settings import weighted_sum
-from lockstep.definitions.token_weights import prompt_weights, token_weights
+from lockstep.definitions.advantages import prompt_weights, token_weights
+from lockstep.definitions.sampling import weighted_sum
 from lockstep.errors import ProofError
+from lockstep.learn.methods.objective import Objective, TokenBatch
+from lockstep.learn.sequence import TrainingSequence, rollouts_of
 from lockstep.rollouts.group import RolloutGroup
-from lockstep.training.batch.sequence import TrainingSequence, rollouts_of
-from lockstep.training.methods.objective import Objective, TokenBatch
 from lockstep.whose_code import is_lockstep
 
 # By loss type of GRPO, how tokens are averaged.

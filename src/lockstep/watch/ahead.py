@@ -37,16 +37,16 @@ from transformers import PreTrainedModel
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion, Engine
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import ProofError
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.threads import Pending
 from lockstep.tokens.arrays import Ids, joined
-from lockstep.tokens.tokenizer import embedding_rows
-from lockstep.watch.canary import canary_gap, canary_sequences, check_canary
+from lockstep.tokens.chat import embedding_rows
 from lockstep.watch.gap import GapStats, PooledGap, measure_gap
 from lockstep.watch.gap_explained import check_gap
-from lockstep.watch.rescoring import completion_logps, sampled_logps
+from lockstep.watch.plain_forward import completion_logps, sampled_logps
+from lockstep.watch.push import canary_gap, canary_sequences, check_canary
 from lockstep.watch.tolerances import Tolerance
 
 Sequences = dict[str, tuple[int, ...]]

@@ -1,12 +1,13 @@
 """Digests of the user's code: a function with everything that it reaches, so that a resumed run notices a changed reward.
 
-Two things are digested. The *files* of the user's that the function reaches, each whole (`own_files.py`). And the *objects* that it
-reaches when the run begins: the text of functions and classes, and the values of globals, attributes, closures and default
-arguments. `whose_code.py` tells the user's code from installed packages, whose code is not digested.
+Two things are digested. The *files* of the user's that the function reaches, each whole (`own_files.py`). And the
+*objects* that it reaches when the run begins: the text of functions and classes, and the values of globals,
+attributes, closures and default arguments. `whose_code.py` tells the user's code from installed packages, whose code
+is not digested.
 
-A value is not compared where the user's own functions change it while they run (a counter, a cache), where it comes from the clock,
-from chance, from the machine or from the environment, and where it is an object of an installed package that is no number, text,
-collection, array or model.
+A value is not compared where the user's own functions change it while they run (a counter, a cache), where it comes
+from the clock, from chance, from the machine or from the environment, and where it is an object of an installed
+package that is no number, text, collection, array or model.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import numpy as np
 import torch
 
 from lockstep.contract.tensors import tensor_digest
-from lockstep.tokens.digest import digest_of
+from lockstep.tokens.arrays import digest_of
 from lockstep.watch.own_files import OwnFiles, changed_names, changes_in_place
 from lockstep.watch.receipt import text_digest
 from lockstep.whose_code import is_lockstep, is_users

@@ -1,6 +1,9 @@
-"""Proof that what is learned is what was sampled: the tensors of a loss hold the ids and log-probs of the engine's answers.
+"""Proofs of the way from answer to loss: turns hold what was answered, and a loss has what was sampled.
 
-Each rollout has a seal from the moment at which the engine's last answer was in (`rollouts/seal.py`). The ids that a
+Proof that what is learned is what was sampled: the tensors of a loss hold the ids and log-probs of the engine's
+answers.
+
+Each rollout has a seal from the moment at which the engine's last answer was in (`rollouts/group.py`). The ids that a
 model reads are taken from the pack itself: from its nodes and from who sees whom.
 
 Proof `learned`.
@@ -11,24 +14,47 @@ are those that the scoring pass recorded, or those of the loss's own forward whe
 Does not show: that the answer itself belongs to its prompt (`gap`), and its text to its ids (`rows`); kept ids; what
 a user's objective takes from elsewhere.
 When: every micro-batch of every step, before its loss.
+
+The turns proof: a rollout holds exactly what the engine was asked and has answered.
+
+There is one `Record` per rollout. When the program has ended, the record is compared with the rollout's branches. The
+gap proves log-probs up to rounding; this proof is exact.
+
+Proof `turns`.
+Shows: in each rollout, every answer of the engine is in exactly one branch: behind the ids and pictures that the
+engine was sent, marked as sampled, with its log-probs and versions; nothing else is marked as sampled (exact, by
+digests).
+Does not show: that the inserted ids are the right ones.
+When: every rollout of the driver.
+
+The placeholder proof: the engine has sampled no placeholder of a picture.
+
+A model reads the placeholders of a prompt as parts of pictures. A sampled one would shift every picture behind it.
+
+Proof `placeholder`.
+Shows: no sampled id is the placeholder of a picture, which every request of a run with pictures bans
+(docs/internals/images.md).
+Does not show: that other banned ids were not sampled (the gap shows this).
+When: every generation of a run with pictures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.contract.protocol import Completion, GenerationRequest
+from lockstep.devices import on_host
 from lockstep.errors import ProofError
-from lockstep.rollouts.group import RolloutGroup
-from lockstep.rollouts.seal import row_of, words_of
-from lockstep.to_device import on_host
-from lockstep.tokens.digest import digest_of
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.methods.objective import Scores, TokenBatch
+from lockstep.learn.methods.objective import Scores, TokenBatch
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.rollouts.group import Rollout, RolloutGroup, row_of, words_of
+from lockstep.tokens.arrays import Ids, digest_of
 
 Ints = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float32]
@@ -40,7 +66,7 @@ class Sampled:
 
     Attributes:
         rollout: prompt id and sample.
-        ids: digest of ids and positions (`tokens_of` in `rollouts/seal.py`).
+        ids: digest of ids and positions (`tokens_of` in `rollouts/group.py`).
         logps: digest of the engine's log-probs.
         old_logps: digest of the log-probs that the policy gave before the generation's first step; None: nothing scored it then.
     """
@@ -57,7 +83,7 @@ class Entering:
 
     Attributes:
         names, lengths: of the sequences; length in sampled tokens.
-        input_ids, position_ids, ends, predictors, targets: as in `training/batch/pack.py`. No positions: they are not compared.
+        input_ids, position_ids, ends, predictors, targets: as in `learn/pack.py`. No positions: they are not compared.
         behaviour, old_logps: (N,) as the loss uses them.
         logps: (N,) of the forward itself.
     """
@@ -278,3 +304,122 @@ def check_aside(proof: SampledTokens, sequences: Sequence[TrainingSequence]) -> 
         places = np.arange(len(s.path), dtype=np.int64)
         ids = digest_of(s.name, s.path, places, s.predictors, s.sampled_ids)
         proof.check_aside(s.name, ids, digest_of(s.name, s.behaviour_logps), s.old_logps)
+
+
+class Record:
+    """The answers of one rollout, by a digest of the ids and the digests of the pictures after which each was sampled."""
+
+    def __init__(self) -> None:
+        self._answers: dict[tuple[bytes, tuple[str, ...]], list[Completion]] = {}
+        self._cuts = False
+
+    def note(self, request: GenerationRequest, answer: Completion) -> None:
+        """Keep an answer, just before the conversation takes it."""
+        self._cuts |= bool(request.sampling.stop)
+        if len(answer.token_ids):
+            seen = request.pictures.digests if request.pictures is not None else ()
+            self._answers.setdefault((_digest(request.prompt_ids), seen), []).append(answer)
+
+    def check(self, rollout: Rollout) -> None:
+        """Check that every answer is in exactly one branch: behind the ids and pictures that the engine was sent, marked as
+        sampled, with its log-probs and versions; and that nothing else is marked as sampled.
+
+        Raises:
+            ProofError: it is not.
+        """
+        left = {context: list(answers) for context, answers in self._answers.items()}
+        for branch in rollout.branches:
+            self._take(branch, left)
+        missing = [answer for answers in left.values() for answer in answers]
+        if missing:
+            raise _unlike(f"the answer to {missing[0].key} is in no branch of the rollout")
+
+    def _take(self, branch: Completion, left: dict[tuple[bytes, tuple[str, ...]], list[Completion]]) -> None:
+        """Take the answers of a branch from those that are left."""
+        place, count = 0, len(branch.token_ids)
+        sampled = np.ones(count, np.bool_) if branch.sampled is None else branch.sampled
+        state = blake2b(branch.prompt_ids.tobytes(), digest_size=16)
+        while place < count:
+            end = place
+            if sampled[place]:
+                shown = branch.pictures
+                seen = shown.digests_before(len(branch.prompt_ids) + place) if shown is not None else ()
+                answers = left.get((state.digest(), seen), [])
+                found = max(answers, key=lambda a: _shared(a, branch, sampled, place), default=None)
+                if found is None:
+                    raise _unlike(
+                        f"id {place} of branch {branch.key} is marked as sampled, and the engine was not asked to continue the "
+                        "ids before it with the pictures in them"
+                    )
+                length = _shared(found, branch, sampled, place)
+                if self._cuts:
+                    length = self._cut(branch, state, seen, place, length)
+                if not length or (length < len(found.token_ids) and not self._cuts):
+                    raise _unlike(
+                        f"branch {branch.key} differs from the answer to {found.key} from its id {place + length} on: in an id, "
+                        "its log-prob, its version or its mark"
+                    )
+                answers.remove(found)
+                end += length
+            else:
+                while end < count and not sampled[end]:
+                    end += 1
+            state.update(branch.token_ids[place:end].tobytes())
+            place = end
+
+    def _cut(self, branch: Completion, state: blake2b, seen: tuple[str, ...], place: int, length: int) -> int:
+        """The length of a turn that may be cut behind a stop string: the next turn may begin before the end of the answer."""
+        ahead = state.copy()
+        for count in range(1, length):
+            ahead.update(branch.token_ids[place + count - 1 : place + count].tobytes())
+            if (ahead.digest(), seen) in self._answers:
+                return count
+        return length
+
+
+def _shared(answer: Completion, branch: Completion, sampled: np.ndarray, place: int) -> int:
+    """How many tokens of an answer stand in a branch from a place on, marked as sampled."""
+    length = min(len(answer.token_ids), len(branch.token_ids) - place)
+    own, theirs = slice(place, place + length), slice(length)
+    same = (
+        sampled[own]
+        & (branch.token_ids[own] == answer.token_ids[theirs])
+        & (branch.logprobs[own] == answer.logprobs[theirs])
+        & (branch.weight_versions[own] == answer.weight_versions[theirs])
+    )
+    return length if same.all() else int(np.argmin(same))
+
+
+def _digest(ids: Ids) -> bytes:
+    return blake2b(ids.tobytes(), digest_size=16).digest()
+
+
+def _unlike(found: str) -> ProofError:
+    return ProofError(
+        "turns",
+        found,
+        "the rollout was put together from other ids than the engine was sent and has answered",
+        "this is a defect of Lockstep: report it with this message",
+    )
+
+
+def check_placeholders(completions: Iterable[Completion], banned: Sequence[int]) -> None:
+    """Check the ids that the engine has sampled. Inserted ids may show pictures.
+
+    Args:
+        banned: the placeholders of pictures. Empty: the run has no pictures.
+
+    Raises:
+        ProofError: a placeholder was sampled.
+    """
+    if not banned:
+        return
+    for completion in completions:
+        ids = completion.token_ids[completion.sampled_places]
+        if (found := np.isin(ids, banned)).any():
+            raise ProofError(
+                "placeholder",
+                f"completion {completion.key} has id {ids[found][0]}, the placeholder of pictures, which every request bans",
+                "the engine samples without the bans of its requests, and may have put a picture in the place of the token",
+                "remove logits processors and sampling settings of your own from the engine; otherwise report this message",
+            )

@@ -23,38 +23,37 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lockstep.config.run import OnlineConfig
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import InputError
+from lockstep.learn.filters import IdRules
+from lockstep.learn.generation import Generation, branches_of
+from lockstep.progress import busy
 from lockstep.report.alarms import LINE, Alarm, Alarms
-from lockstep.report.busy import busy
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.ahead import GenerationsAhead
 from lockstep.rollouts.driver import Start, decoding
 from lockstep.rollouts.group import RolloutGroup
+from lockstep.rollouts.ranks import Ranks
 from lockstep.rollouts.recovery import Recovery
-from lockstep.sync.push import SyncRecord, drop_record
-from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.forward.filters.id_rules import IdRules
-from lockstep.training.step.generation import Generation, branches_of
 from lockstep.watch.ahead import ProofsAhead, check_staleness
+from lockstep.watch.custody import check_placeholders
 from lockstep.watch.draws import DrawEvidence, DrawStats, draw_metrics
-from lockstep.watch.ends import Ends
 from lockstep.watch.gap import GapStats, GapTail, JudgedGap, PooledGap, check_count, over_limits
 from lockstep.watch.gap_explained import ExplainedGap
 from lockstep.watch.kept_sets import KeptSetStats
 from lockstep.watch.modules import ModuleProbe
 from lockstep.watch.optimizer_settings import Change
-from lockstep.watch.placeholders import check_placeholders
+from lockstep.watch.plain_forward import sampled_logps
 from lockstep.watch.push import ProvenPusher, PushWatch, push_extension
 from lockstep.watch.receipt import RECEIPT, Receipt
 from lockstep.watch.receipt_lines import figures, start_line, step_line
-from lockstep.watch.rescoring import sampled_logps
-from lockstep.watch.samples import Seeds, check_samples
+from lockstep.watch.samples import Ends, Seeds, check_samples
 from lockstep.watch.settings import SettingsProof
 from lockstep.watch.tolerances import Tolerance, tolerance
+from lockstep.weights.push import SyncRecord, drop_record
 
 # What a watcher shows during the first proof.
 _PROVING = "proving every module of the engine"

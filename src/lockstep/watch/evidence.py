@@ -1,37 +1,248 @@
-"""What the proofs keep of the tokens of an optimizer step, or of a forward without gradient: sums over packs and ranks.
+"""What the proofs keep of a step's tokens: sums over packs and ranks, and whole rows of logits at drawn tokens.
 
-The gap is over tokens that these same weights sampled. The difference is over all tokens, older weights included.
+The tokens are those of an optimizer step, or of a forward without gradient. The gap is over tokens that these same
+weights sampled. The difference is over all tokens, older weights included.
+
+Whole rows of logits at drawn tokens of a micro-batch, and the proofs that need them: temperature and kept ids.
+
+The hidden states of drawn tokens are kept at each forward. When all packs of the micro-batch are through, the output
+head computes their logits once. `watch/settings.py` compares the log-probs of the loss with what the user has asked
+for, by the definitions in `definitions/sampling.py`. `watch/kept_sets.py` compares the engine's kept ids with the
+filters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
-from lockstep.tokens.arrays import cut
-from lockstep.training.batch.pack import Pack
-from lockstep.training.batch.sequence import TrainingSequence, column, flat
-from lockstep.training.events import Evidence
-from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.methods.objective import Tally
-from lockstep.training.step.update import Policy
-from lockstep.training.step.update_sums import as_float64
-from lockstep.watch.bets import TokenDraws
-from lockstep.watch.draws import DrawStats, measure_draws
+from lockstep.definitions.sampling import UserSettings, logprob
+from lockstep.devices import sent
+from lockstep.learn.events import Evidence
+from lockstep.learn.methods.objective import Tally
+from lockstep.learn.pack import Pack
+from lockstep.learn.scoring import TokenScores
+from lockstep.learn.sequence import TrainingSequence, column, flat
+from lockstep.learn.update import Policy, as_float64
+from lockstep.models.adapters import causal_model
+from lockstep.models.arithmetic import Precision, transformed_logits
+from lockstep.models.policy import fp32_head_product
+from lockstep.shards.model import sharded
+from lockstep.tokens.arrays import SmallIds, cut
+from lockstep.watch.draws import DrawStats, TokenDraws, measure_draws
 from lockstep.watch.gap import GapStats, Logps, measure_gap
 from lockstep.watch.gap_explained import split_gap
-from lockstep.watch.kept_sets import KeptSetStats
-from lockstep.watch.rows_of_logits import DrawnRows
+from lockstep.watch.kept_sets import KeptSetProof, KeptSetStats, KeptToken
+from lockstep.watch.plain_forward import LOGITS_BYTES
+from lockstep.watch.settings import SettingsProof
 from lockstep.watch.tolerances import Tolerance
+
+# Number of tokens that are drawn from each pack. As many are compared per micro-batch, about the same number of each pack. If kept
+# ids are compared, the number is larger, because a mean over few sets shows little.
+_DRAWN, _DRAWN_SETS = 8, 64
+# A token so far from the start of its completion is not compared with the filters, because all ids before it would be read.
+LONGEST = 4096
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A drawn token.
+
+    Attributes:
+        sequence: the completion.
+        place: index among its sampled tokens.
+        proves_set: whether its kept ids are to be compared.
+    """
+
+    sequence: TrainingSequence
+    place: int
+    proves_set: bool
+
+    @cached_property
+    def end(self) -> int:
+        """Number of ids of the completion before the token."""
+        return int(self.sequence.predictors[self.place]) + 1 - len(self.sequence.prompt_ids)
+
+    @cached_property
+    def kept(self) -> SmallIds | None:
+        """The ids that the engine kept; None: there were no filters."""
+        sets = self.sequence.kept_ids
+        return None if sets is None else sets.part(self.place, self.place + 1).ids
+
+
+class DrawnRows:
+    """The drawn tokens of a micro-batch.
+
+    Args:
+        settings: what the user has asked for; None: log-probs are not compared.
+        kept_sets: compares the engine's kept ids; None: the run has no such filters.
+        precision: how the trainer computes a forward.
+    """
+
+    def __init__(self, settings: SettingsProof | None, kept_sets: KeptSetProof | None, precision: Precision) -> None:
+        self._settings, self._kept_sets, self._precision = settings, kept_sets, precision
+        self._rows: list[_Row] = []
+        self._hidden: list[torch.Tensor] = []
+        # The log-probs of the rows, as the loss uses them.
+        self._logps: list[torch.Tensor] = []
+
+    def add(self, pack: Pack, logps: torch.Tensor, hidden: torch.Tensor, *, before_steps: bool) -> None:
+        """Draw tokens of a pack after its forward.
+
+        Args:
+            logps: (N,) log-probs of the pack's tokens, as the loss uses them.
+            hidden: (rows, length, width) last hidden states of the forward.
+            before_steps: whether the policy has not changed since the tokens were sampled, except those that are not `fresh`. Only
+                then kept ids are compared.
+        """
+        # Any seed is right that does not depend on the values.
+        count = _DRAWN if self._kept_sets is None else _DRAWN_SETS
+        drawn = np.sort(np.random.default_rng(len(logps)).permutation(len(logps))[:count])
+        here = sent(torch.from_numpy(drawn), logps.device)
+        ends = np.cumsum([s.length for s in pack.sequences])
+        for token, owner in zip(drawn, np.searchsorted(ends, drawn, side="right"), strict=True):
+            sequence = pack.sequences[owner]
+            place = int(token - (ends[owner] - sequence.length))
+            fresh = sequence.fresh is None or bool(sequence.fresh[place])
+            self._rows.append(_Row(sequence, place, before_steps and fresh))
+        self._logps.append(logps.detach()[here])
+        self._hidden.append(hidden.flatten(0, 1)[pack.predictors[here]])
+
+    def check(self, policy: Policy) -> KeptSetStats:
+        """Check the drawn tokens with a policy whose weights are still those of their forwards. The rows are forgotten then.
+
+        Raises:
+            ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that of
+                the run's filters.
+        """
+        if not self._rows:
+            return KeptSetStats()
+        shards, model, precision = sharded(policy.model), policy.model, self._precision
+        fp32_head = precision.head is not None
+        single = fp32_head or (precision.autocast is None and model.dtype == torch.float32)
+        with nullcontext() if shards is None else shards.whole_head():
+            found = self.check_with(model, fp32_head=fp32_head, single=single)
+        self._rows, self._hidden, self._logps = [], [], []
+        return found
+
+    @torch.no_grad()
+    def check_with(self, model: PreTrainedModel, *, fp32_head: bool, single: bool) -> KeptSetStats:
+        """Check the drawn tokens, when all packs of the micro-batch are through.
+
+        The output head computes in the dtype of its weight: a cast of the whole weight would cost more than the product.
+
+        Args:
+            fp32_head: whether the output head computes in float32 instead.
+            single: whether the head of the forward computes in float32, for whatever reason.
+
+        Returns:
+            What the comparison of kept ids has found.
+
+        Raises:
+            ProofError: log-probs are not those of the distribution that the user has asked for, or a set is not that of the run's
+                filters.
+        """
+        if not self._rows:
+            return KeptSetStats()
+        inner, (rows, logps, hidden) = causal_model(model), self._chosen()
+        head, config = inner.get_output_embeddings(), inner.config.get_text_config()
+        due, found, start = [], KeptSetStats(), 0
+        for part in hidden.split(max(1, LOGITS_BYTES // (4 * head.weight.shape[0]))):
+            product = fp32_head_product(head, part) if fp32_head else _product(head, part.to(head.weight.dtype))
+            logits = transformed_logits(config, product).float().cpu()
+            own, start = rows[start : start + len(part)], start + len(part)
+            if self._kept_sets is not None:
+                found += self._kept_sets.check(_kept_tokens(own, logits, self._kept_sets))
+            if self._settings is not None:
+                logits[:, list(self._settings.banned)] = -torch.inf
+                wanted = self._settings.wanted
+                of_rows = zip(logits.numpy(), own, logps[start - len(part) : start], strict=True)
+                due += [(x, _logprob(wanted, values, row)) for values, row, x in of_rows if _is_defined(wanted, row)]
+        if self._settings is not None:
+            self._settings.check_logps(*np.array(due).reshape(-1, 2).T, single=single)
+        return found
+
+    def _chosen(self) -> tuple[list[_Row], list[float], torch.Tensor]:
+        """The rows that are checked, their log-probs and hidden states: the same number from each pack, up to rounding."""
+        rows, hidden = self._rows, torch.cat(self._hidden)
+        logps: list[float] = torch.cat(self._logps).tolist()
+        most = max(_DRAWN if self._kept_sets is None else _DRAWN_SETS, len(self._hidden))
+        if len(rows) > most:
+            # The rows of a pack follow each other.
+            chosen = np.linspace(0, len(rows) - 1, most).round().astype(int)
+            rows, logps = [rows[i] for i in chosen], [logps[i] for i in chosen]
+            hidden = hidden[sent(torch.from_numpy(chosen), hidden.device)]
+        return rows, logps, hidden
+
+
+def _product(head: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """(n, V) result of an output head for a few rows."""
+    if type(head) is not torch.nn.Linear or rows.device.type != "cpu":
+        return head(rows)
+    # PyTorch's product for a CPU is twice as fast in this order, for 8 rows of 576 numbers and 49,152 tokens in float32.
+    found = (head.weight @ rows.T).T
+    return found if head.bias is None else found + head.bias
+
+
+def _kept_tokens(rows: Sequence[_Row], logits: torch.Tensor, proof: KeptSetProof) -> Iterator[KeptToken]:
+    """The tokens that have sets.
+
+    Args:
+        logits: (n, V) of the n rows.
+    """
+    for row, own in zip(rows, logits, strict=True):
+        if row.kept is None or row.end + len(row.sequence.prompt_ids) >= LONGEST:
+            continue
+        ids = row.sequence.completion_ids[: row.end + 1].tolist()
+        yield KeptToken(
+            request=row.sequence.name,
+            place=row.place,
+            logits=own,
+            prompt_ids=row.sequence.prompt_ids.tolist(),
+            output_ids=ids[:-1],
+            masks=proof.distribution.masks(ids),
+            kept=row.kept,
+            is_current=row.proves_set,
+        )
+
+
+def _is_defined(wanted: UserSettings, row: _Row) -> bool:
+    """Whether `_logprob` knows a token's distribution. Without kept ids, only the trainer's own filters know what is banned."""
+    bans = wanted.bad_words or wanted.numbers["min_tokens"] or wanted.grammar is not None
+    return row.kept is not None or not bans
+
+
+def _logprob(wanted: UserSettings, logits: np.ndarray, row: _Row) -> float:
+    """The log-prob of a drawn token."""
+    sequence, end = row.sequence, row.end
+    earlier = sequence.completion_ids[:end]
+    marks = np.ones(end, np.bool_) if sequence.sampled is None else sequence.sampled[:end]
+    return logprob(
+        logits,
+        int(sequence.sampled_ids[row.place]),
+        wanted.temperature,
+        kept=None if row.kept is None else row.kept.tolist(),
+        allowed=wanted.allowed_token_ids,
+        bias=wanted.logit_bias,
+        repetition=wanted.numbers["repetition_penalty"],
+        presence=wanted.numbers["presence_penalty"],
+        frequency=wanted.numbers["frequency_penalty"],
+        # Inserted ids are context, as a prompt is.
+        prompt=[*sequence.prompt_ids.tolist(), *earlier[~marks].tolist()],
+        before=earlier[marks].tolist(),
+    )
 
 
 @dataclass(slots=True)
 class TokenEvidence:
-    """The sums.
+    """What the proofs keep of a step's tokens: sums over packs and ranks.
 
     Attributes:
         kept_rows: collects drawn tokens of a micro-batch; None: nothing is compared with their rows of logits.

@@ -21,10 +21,9 @@ from transformers import PreTrainedModel
 
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
+from lockstep.devices import on_host, sent
 from lockstep.errors import ProofError
-from lockstep.to_device import on_host, sent
-from lockstep.watch.in_float64 import Move, Widened
-from lockstep.watch.plain_scores import plain_scores
+from lockstep.watch.plain_forward import Move, Widened, plain_scores
 
 # The gradient of a policy that is certain of every token is too small for float32.
 _VANISHES = 1e-20

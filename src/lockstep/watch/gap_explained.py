@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion, Engine, ProbedEngine
 from lockstep.contract.sampling import Sampling
-from lockstep.engines.http.vllm_server import VLLMServer
+from lockstep.engines.servers.server import VLLMServer
 from lockstep.errors import InputError, ProofError
+from lockstep.learn.experts import chosen_experts, experts_per_token, has_routers
 from lockstep.models.adapters import causal_model
-from lockstep.models.autocast import Precision
-from lockstep.models.routers import chosen_experts, experts_per_token, has_routers
+from lockstep.models.arithmetic import Precision
 from lockstep.watch.gap import GapStats, gap_error, measure_gap, over_limits
 from lockstep.watch.modules import ModuleProbe
-from lockstep.watch.rescoring import in_precision, sampled_logps
+from lockstep.watch.plain_forward import in_precision, sampled_logps
 from lockstep.watch.tolerances import Tolerance
 
 # How many completions, and tokens, a failed gap is explained with.

@@ -23,9 +23,9 @@ import torch
 from lockstep.definitions import policy_gradients as define
 from lockstep.definitions.policy_gradients import Array, Derivative
 from lockstep.errors import ProofError
+from lockstep.learn.methods.objective import Objective, TokenBatch
+from lockstep.learn.update import as_float64
 from lockstep.tokens.arrays import cut
-from lockstep.training.methods.objective import Objective, TokenBatch
-from lockstep.training.step.update_sums import as_float64
 from lockstep.whose_code import is_lockstep
 
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")

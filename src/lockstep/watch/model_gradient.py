@@ -4,9 +4,9 @@ A drawn sum of scores goes through the model before a step's first forward. A dr
 float32, and where it is over a part of its limit, other comparisons decide. Neither weights nor random numbers nor
 gradients are changed.
 
-In half precision the gradient of a log-prob says little where the policy is nearly certain of its token: 1 − p is then as small
-as its rounding. So sums are drawn there over ids that were not sampled, and a part in doubt is compared with itself, computed
-again.
+In half precision the gradient of a log-prob says little where the policy is nearly certain of its token: 1 − p is
+then as small as its rounding. So sums are drawn there over ids that were not sampled, and a part in doubt is compared
+with itself, computed again.
 
 Proof `model_gradient`.
 Shows: the trainer's backward, from log-probs, entropies and values to every trained tensor, gives the slopes of a
@@ -34,19 +34,19 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.config.run import OnlineConfig
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
+from lockstep.devices import on_host, sent
 from lockstep.errors import LockstepError, ProofError
+from lockstep.learn.pack import Pack, units_of
+from lockstep.learn.scoring import TokenScores
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import Policy
 from lockstep.models.quantised import is_quantised
 from lockstep.shards.model import sharded
-from lockstep.to_device import on_host, sent
 from lockstep.tokens.arrays import filled, places_of, whole_numbers
-from lockstep.training.batch.pack import Pack, units_of
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.step.update import Policy
 from lockstep.watch.finite_differences import (
     Added,
     Directions,

@@ -1,9 +1,9 @@
 """The module probe: compares the output of each engine module with the same product, computed with the trainer's weights.
 
-The probe uses the weights that the trainer sends (`sync/source.py`; merged if the model has an adapter). `Engine.probe`
-gives the engine's outputs. Both sides get the same input (`contract/probe.py`). A push may be used for training only
-after its probe has passed. The probe finds faults that a comparison of stored tensors cannot find, because it uses the
-weights as the engine computes with them.
+The probe uses the weights that the trainer sends (`weights/source.py`; merged if the model has an adapter).
+`Engine.probe` gives the engine's outputs. Both sides get the same input (`contract/probe.py`). A push may be used for
+training only after its probe has passed. The probe finds faults that a comparison of stored tensors cannot find,
+because it uses the weights as the engine computes with them.
 
 Proof `module_probe`.
 Shows: both sides draw a vector from one seed; each module that the engine runs gives the output that the trainer's
@@ -44,13 +44,13 @@ from lockstep.contract.probe import (
     probe_vector,
 )
 from lockstep.contract.protocol import ProbedEngine
+from lockstep.devices import on_host, sent
 from lockstep.errors import InputError, ProofError
 from lockstep.extensions import HELD_FORMS, load
 from lockstep.models.adapters import head_name
-from lockstep.sync.push import weights_of
-from lockstep.sync.source import PlainSource
-from lockstep.to_device import on_host, sent
 from lockstep.watch.tolerances import output_rounding, probe_limit
+from lockstep.weights.push import weights_of
+from lockstep.weights.source import PlainSource
 
 # Number of linear layers, and of vectors (norms), in a sampled probe. It always contains all embeddings and heads as well.
 _SAMPLE = 6
@@ -198,7 +198,7 @@ class ModuleProbe:
             error = max((self._distance(pair, own) for pair in pairs), default=float("inf"))
             errors |= {tensor: max(errors.get(tensor, 0.0), error) for tensor in tensors}
             if not error <= limit:
-                # Several servers put their URL before the name (`engines/http/vllm_server.py`).
+                # Several servers put their URL before the name (`engines/servers/server.py`).
                 wrong.add(name.rpartition("/")[0])
         codes, recoded = self._compared_codes([name for name in names if self.modules.probed[name].quantization])
         seconds, probed = time.perf_counter() - start, self.modules.probed

@@ -1,9 +1,10 @@
 """The files of the user's that a piece of code reaches, each digested whole.
 
-A file reaches the files that it imports, at its top or inside a function, and the Python files beside it that it names in a text. A
-script that trains is different: between a stop and a resume its user edits it (`resume_from_checkpoint`, `max_steps`). Of a script
-only those statements count that define or change what the code names, and what these name in turn. If the code looks names up as
-text (`globals()`, `eval`), the script counts whole too.
+A file reaches the files that it imports, at its top or inside a function, and the Python files beside it that it
+names in a text. A script that trains is different: between a stop and a resume its user edits it
+(`resume_from_checkpoint`, `max_steps`). Of a script only those statements count that define or change what the code
+names, and what these name in turn. If the code looks names up as text (`globals()`, `eval`), the script counts whole
+too.
 """
 
 from __future__ import annotations

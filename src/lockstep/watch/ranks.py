@@ -19,12 +19,11 @@ from functools import partial
 
 import torch
 
-from lockstep.contract.device_digest import new_key
-from lockstep.contract.tensors import one_push
+from lockstep.contract.tensors import new_key, one_push
 from lockstep.errors import ProofError
-from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.rollouts.ranks import Ranks
 from lockstep.shards.model import sharded
-from lockstep.sync.source import PlainSource
+from lockstep.weights.source import PlainSource
 
 
 def check_same_weights(ranks: Ranks, modules: Sequence[torch.nn.Module], version: int) -> None:

@@ -1,6 +1,10 @@
-"""The receipt: one line per step in `receipt.jsonl`. Each line contains the hash of the line before.
+"""The receipt of a run: a chain of lines.
 
-The trainer writes a line after the proofs of each optimizer step have passed. Later the receipt shows which proofs a run passed.
+The receipt: one line per step in `receipt.jsonl`. Each line contains the hash of the line before.
+
+The trainer writes a line after the proofs of each optimizer step have passed. Later the receipt shows which proofs a
+run passed.
+
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.files import append_line, replace_text, without_nan
-from lockstep.secret import without_secrets
+from lockstep.safe_text import without_secrets
 
 RECEIPT = "receipt.jsonl"
 # A file in each checkpoint: digests of its content. The receipt has the digest of this file.

@@ -25,11 +25,11 @@ import xxhash
 from safetensors import safe_open
 
 from lockstep.contract.tensors import tensor_digest
+from lockstep.devices import read_in_threads
 from lockstep.errors import InputError, ProofError
 from lockstep.files import replace_text
-from lockstep.models.cuda import read_in_threads
 from lockstep.models.policy import BAD_FILES
-from lockstep.shards.parts import collected, is_sharded
+from lockstep.shards.model import collected, is_sharded
 from lockstep.watch.receipt import DIGESTS, RECEIPT, text_digest
 
 # The last file that is written into a checkpoint. A checkpoint with this file is complete.

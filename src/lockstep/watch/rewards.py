@@ -1,6 +1,6 @@
 """Proofs of rewards: a completion's row and text, its scores asked again, and the rows of an evaluation.
 
-The functions' arguments are made a second time here, beside `rollouts/scores/rewards.py`, from the data set and by prompt id.
+The functions' arguments are made a second time here, beside `rollouts/rewards.py`, from the data set and by prompt id.
 
 Proof `evaluation`.
 Shows: the rows that were evaluated are those of the evaluation set, every row once and with all of its completions
@@ -37,11 +37,11 @@ import numpy as np
 import torch
 
 from lockstep.errors import ProofError
+from lockstep.learn.sequence import TrainingSequence
 from lockstep.models.reward_model import RewardModel
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.scores.rewards import RewardFunction, RewardScorer, Scorer, reward_name
+from lockstep.rollouts.rewards import RewardFunction, RewardScorer, Scorer, reward_name
 from lockstep.threads import call_within, is_coroutine_function
-from lockstep.training.batch.sequence import TrainingSequence
 from lockstep.watch.inputs import data_digest
 
 _logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The watch of a run: which proofs each event makes. The order of the events is that of `training/events.py`.
+"""The watch of a run: which proofs each event makes. The order of the events is that of `learn/events.py`.
 
 | event | proofs |
 |-------|--------|
@@ -32,38 +32,33 @@ from typing import Any
 import torch
 from transformers import TrainerState
 
+from lockstep.learn.events import Evidence
+from lockstep.learn.generation import AllScores, Generation, branches_of
+from lockstep.learn.methods.objective import Objective, Scores, TokenBatch
+from lockstep.learn.ranks import share_of
+from lockstep.learn.scoring import TokenScores
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import Policy, UpdateSums
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.rollouts.scores.rewards import Scorer
-from lockstep.sync.push import check_same_parameters
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.events import Evidence
-from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.methods.objective import Objective, Scores, TokenBatch
-from lockstep.training.step.distributed import share_of
-from lockstep.training.step.generation import Generation, branches_of
-from lockstep.training.step.score_all import AllScores
-from lockstep.training.step.update import Policy
-from lockstep.training.step.update_sums import UpdateSums
+from lockstep.rollouts.ranks import Ranks
+from lockstep.rollouts.rewards import Scorer
 from lockstep.watch.advantages import AdvantageProof, advantage_proof, check_batch, check_still
 from lockstep.watch.custody import SampledTokens, check_aside, check_entering, sampled_tokens
 from lockstep.watch.engine import EngineWatch
-from lockstep.watch.evidence import TokenEvidence, kept
-from lockstep.watch.forward import PlainForward, check_repeated, drawn_forward
+from lockstep.watch.evidence import DrawnRows, TokenEvidence, kept
+from lockstep.watch.forward import HeldHooks, PlainForward, check_repeated, drawn_forward, standing
 from lockstep.watch.gap import check_count
-from lockstep.watch.hooks import HeldHooks, standing
 from lockstep.watch.kept_sets import KeptSetProof
 from lockstep.watch.loss_gradient import LossGradient
 from lockstep.watch.model_gradient import Checked, ModelGradient
 from lockstep.watch.ranks import check_same_weights, check_shards
-from lockstep.watch.reference import FrozenWeights, check_drawn_scores
-from lockstep.watch.reference_outputs import ReferenceOutputs
+from lockstep.watch.reference import FrozenWeights, ReferenceOutputs, check_drawn_scores
 from lockstep.watch.rewards import AskedAgain, check_evaluated, check_rows
-from lockstep.watch.rows_of_logits import DrawnRows
 from lockstep.watch.settings import SettingsProof
 from lockstep.watch.tolerances import own_limit
 from lockstep.watch.update import UpdateProof
+from lockstep.weights.push import check_same_parameters
 
 
 class RunWatch:

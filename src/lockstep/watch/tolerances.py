@@ -1,7 +1,7 @@
 """All limits of all proofs, by the dtypes on both sides, with the measurements behind them.
 
-Measured on vLLM 0.32.0's CPU build with SmolLM2-135M-Instruct and with tiny random models of three families: `make false-alarms`
-(500 syncs; 500 steps of each family in fp32 and in bf16) and `lockstep verify`.
+Measured on vLLM 0.32.0's CPU build with SmolLM2-135M-Instruct and with tiny random models of three families: `make
+false-alarms` (500 syncs; 500 steps of each family in fp32 and in bf16) and `lockstep verify`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from lockstep.models.autocast import Precision
-from lockstep.models.cuda import rounds_products
+from lockstep.devices import rounds_products
+from lockstep.models.arithmetic import Precision
 
 # Probability that the largest gap of a step without a fault is over its limit, if the tail is as modelled. Then one in a thousand
 # runs of a thousand steps stops without a fault.

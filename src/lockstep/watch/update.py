@@ -28,15 +28,12 @@ from typing import Any
 
 import torch
 
+from lockstep.devices import on_host
 from lockstep.errors import ProofError
-from lockstep.shards.parts import first_element, is_sharded, local_part
-from lockstep.to_device import on_host
-from lockstep.watch.accumulation import AccumulationProof
-from lockstep.watch.optimizer_rules import Expected, OptimizerRule, State
+from lockstep.shards.model import first_element, is_sharded, local_part
+from lockstep.watch.elements import AccumulationProof, Drawn, check_still, read_all
+from lockstep.watch.optimizer_rules import Expected, OptimizerRule, Rates, State
 from lockstep.watch.optimizer_settings import OptimizerSettings
-from lockstep.watch.rates import Rates
-from lockstep.watch.still import check_still
-from lockstep.watch.windows import Drawn, read_all
 
 _logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from lockstep.extras.agents.request_fields import RunLimits
 from lockstep.extras.agents.web import Gateway
 from lockstep.rollouts.driver import Driver, Start
 from lockstep.rollouts.group import Prompt, Rollout
-from lockstep.watch.turns import Record
+from lockstep.watch.custody import Record
 
 LIMIT = 60.0
 HELLO = [{"role": "user", "content": "hello"}]

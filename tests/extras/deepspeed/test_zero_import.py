@@ -11,7 +11,7 @@ CODE = """
 import sys
 import lockstep.cli.main
 import lockstep.extras.deepspeed.weights
-import lockstep.run.trainers.grpo
+import lockstep.run.trainers.methods
 from lockstep.extras.deepspeed.settings import take_zero_settings
 
 try:

@@ -13,9 +13,8 @@ import pytest
 from other_pythons import needs, python_with
 
 from lockstep.extras.environments.openenv import server
-from lockstep.rollouts.programs.content import Content
 from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
-from lockstep.rollouts.programs.tools import ToolCalls
+from lockstep.rollouts.programs.tools import Content, ToolCalls
 
 pytestmark = needs("openenv")
 PYTHON = str(python_with("openenv"))

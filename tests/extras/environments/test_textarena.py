@@ -158,10 +158,13 @@ def test_games_are_played_in_training_and_every_move_is_proven(use_vllm: bool, p
 
 
 def test_the_example_of_the_page_runs(player_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "internals" / "conversations.md").read_text()
-    code = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "# games.py" in block)
-    command = next(block for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "games.py:" in block)
-    (row,) = re.findall(r"Each row of `data.jsonl` is `(.*?)`", page)
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "tools.md").read_text()
+    (code,) = re.findall(r"`factory = (lockstep\.extras\.environments\.textarena\.game\(.*?\))`", page)
+    code = f"import lockstep.extras.environments.textarena\n\nfactory = {code}\n"
+    command = (
+        "lockstep grpo --model_name_or_path MODEL --dataset_name data.jsonl --environment_factory games.py:factory"
+    )
+    row = json.dumps({"prompt": [{"role": "user", "content": "Play."}]})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "games.py").write_text(code)
     (tmp_path / "data.jsonl").write_text(f"{row}\n" * 2)

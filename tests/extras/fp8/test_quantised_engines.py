@@ -19,12 +19,11 @@ from lockstep.errors import InputError, ProofError
 from lockstep.extras.fp8 import quantised_proof
 from lockstep.extras.fp8.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
 from lockstep.extras.fp8.quantised_push import QuantisedPush
-from lockstep.models.autocast import Precision
-from lockstep.watch.canary import score_canary
+from lockstep.models.arithmetic import Precision
 from lockstep.watch.gap import over_limits
-from lockstep.watch.handshake import check_settings, expected_settings
 from lockstep.watch.modules import ModuleProbe
-from lockstep.watch.push import ProvenPusher
+from lockstep.watch.push import ProvenPusher, score_canary
+from lockstep.watch.settings import check_settings, expected_settings
 from lockstep.watch.tolerances import tolerance
 
 pytestmark = VLLM

@@ -14,9 +14,9 @@ from lockstep.contract.probe import quantised_vector
 from lockstep.contract.sampling import Sampling
 from lockstep.extras.fp8.quantisation import LARGEST_ERROR, quantised_linear, quantised_rows
 from lockstep.extras.fp8.quantised_proof import computing_in_8_bits, widened
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.watch.gap import GapStats, over_limits
-from lockstep.watch.rescoring import completion_logps
+from lockstep.watch.plain_forward import completion_logps
 from lockstep.watch.tolerances import tolerance
 
 HALF = tolerance(torch.bfloat16, torch.bfloat16)

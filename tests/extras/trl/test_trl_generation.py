@@ -19,8 +19,8 @@ from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.errors import EngineLost, InputError, LockstepError
 from lockstep.extras.trl.trl_inputs import urls_of
 from lockstep.extras.trl.vllm_generation import LockstepGeneration
-from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.watch.rescoring import completion_logps
+from lockstep.tokens.chat import load_tokenizer
+from lockstep.watch.plain_forward import completion_logps
 
 PROMPTS = [[5, 6, 7], [5, 6, 7], [40, 41], [40, 41]]
 

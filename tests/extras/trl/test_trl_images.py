@@ -21,7 +21,7 @@ from lockstep.contract.protocol import Engine
 from lockstep.errors import InputError, LockstepError
 from lockstep.extras.trl.trl_inputs import TrlPictures
 from lockstep.extras.trl.vllm_generation import LockstepGeneration
-from lockstep.rollouts.across_ranks.frames import decode, encode
+from lockstep.rollouts.wire import decode, encode
 
 trl = pytest.importorskip("trl", reason="TRL is not installed here")
 

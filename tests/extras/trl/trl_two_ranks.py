@@ -114,7 +114,7 @@ def with_transformers(rank: int, model: str, out: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     from lockstep.errors import EngineLost, ProofError
-    from lockstep.tokens.tokenizer import load_tokenizer
+    from lockstep.tokens.chat import load_tokenizer
 
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 2
@@ -171,7 +171,7 @@ def with_transformers(rank: int, model: str, out: str) -> Any:
 def alone(rank: int, out: Path) -> Any:
     import time
 
-    from lockstep.rollouts.across_ranks.ranks import Ranks
+    from lockstep.rollouts.ranks import Ranks
 
     ranks, given_up = Ranks(limit=2.0), out.parent / "given-up"
     if rank == 0:

@@ -15,7 +15,7 @@ from lockstep.engines.transformers_engine import TransformersEngine
 from lockstep.extras.selftest.optimizer_faults import STEP_FAULTS
 from lockstep.extras.verify.logprob_checks import accounting
 from lockstep.extras.verify.stage import Stage
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.tokens.chat import load_tokenizer
 
 SAMPLES = 3
 

@@ -10,14 +10,13 @@ import pytest
 import torch
 from tiny import make_model
 
-from lockstep.contract.distribution import Distribution
-from lockstep.contract.filters import filtered
+from lockstep.contract.distribution import Distribution, filtered
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.extras.verify.logprob_checks import semantics_row
-from lockstep.models.autocast import Precision
-from lockstep.tokens.kept_ids import KeptIds
-from lockstep.watch.rescoring import sequence_logits
+from lockstep.models.arithmetic import Precision
+from lockstep.tokens.arrays import KeptIds
+from lockstep.watch.plain_forward import sequence_logits
 from lockstep.watch.tolerances import tolerance
 
 ASKED = Sampling(6, top_p=0.9)

@@ -16,8 +16,8 @@ from tiny import CONTEXT
 
 from lockstep.cli.main import main
 from lockstep.engines.transformers_engine import TransformersEngine
-from lockstep.run.trainers.grpo import GRPOTrainer
-from lockstep.tokens.tokenizer import load_tokenizer
+from lockstep.run.trainers.methods import GRPOTrainer
+from lockstep.tokens.chat import load_tokenizer
 from lockstep.watch.gap import PooledGap
 
 

@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 
 from lockstep.contract.protocol import Engine
 from lockstep.errors import ProofError
+from lockstep.learn import generation
+from lockstep.learn.generation import AllScores
 from lockstep.models.policy import load_policy
-from lockstep.training.step import generation
-from lockstep.training.step.score_all import AllScores
 
 KL = {**GROUPS, "beta": 0.1, "max_steps": 3}
 CASES: dict[str, tuple[str, dict[str, Any], bool]] = {

@@ -15,18 +15,17 @@ from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
-from lockstep.models.autocast import Precision
-from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.seal import seal_of
-from lockstep.training.batch.pack import Pack, pack_rows, pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.methods.objective import TokenBatch
-from lockstep.training.step.generation import sequences_of
+from lockstep.learn.generation import sequences_of
+from lockstep.learn.methods.objective import TokenBatch
+from lockstep.learn.pack import Pack, pack_rows, pack_sequences
+from lockstep.learn.scoring import TokenScores
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.models.arithmetic import Precision
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, seal_of
 from lockstep.watch.custody import SampledTokens, check_aside, check_entering, sampled_tokens
 from lockstep.watch.forward import check_plain, check_repeated
 from lockstep.watch.gap import GapStats, measure_gap
-from lockstep.watch.rescoring import completion_logps, sampled_logps
+from lockstep.watch.plain_forward import completion_logps, sampled_logps
 from lockstep.watch.tolerances import tolerance
 
 PACKINGS = {"trees": pack_sequences, "rows": pack_rows}

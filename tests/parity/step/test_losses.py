@@ -20,12 +20,12 @@ import pytest
 import torch
 from portions import portion
 
-import lockstep.training.step.generation as preparing
+import lockstep.learn.generation as preparing
 import lockstep.watch.loss_gradient as flowing
 from lockstep.contract.protocol import Engine
 from lockstep.definitions import advantages as define
 from lockstep.errors import ProofError
-from lockstep.training.batch.sequence import TrainingSequence
+from lockstep.learn.sequence import TrainingSequence
 from lockstep.watch.loss_gradient import check
 
 OWN = {"grpo-full", "rloo", "dpo-sigmoid", "reinforce++", "ppo", "grpo-cispo", "grpo-sapo", "grpo-vespo"}

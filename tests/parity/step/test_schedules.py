@@ -17,10 +17,10 @@ from transformers.trainer_utils import SchedulerType
 
 import lockstep
 from lockstep.contract.protocol import Engine
-from lockstep.definitions.schedules import PlateauSchedule
+from lockstep.definitions.optimizer import PlateauSchedule
 from lockstep.errors import InputError, ProofError
+from lockstep.watch.optimizer_rules import Rates
 from lockstep.watch.optimizer_settings import OptimizerSettings, Taken
-from lockstep.watch.rates import Rates
 
 # Arguments without which transformers cannot make a schedule.
 NEEDED: dict[str, dict[str, Any]] = {

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from lockstep.errors import ProofError
-from lockstep.training.batch.pack import pack_sequences
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.methods.grpo import GRPOObjective
-from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.methods.objective import Tally, TokenBatch
-from lockstep.training.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
+from lockstep.learn.methods.grpo import GRPOConfig, GRPOObjective
+from lockstep.learn.methods.objective import Tally, TokenBatch
+from lockstep.learn.methods.online_dpo import OnlineDPOConfig, OnlineDPOObjective
+from lockstep.learn.pack import pack_sequences
+from lockstep.learn.scoring import TokenScores
+from lockstep.learn.sequence import TrainingSequence
 from lockstep.watch.loss_gradient import LossGradient, Tokens, by_logps, check
 
 SETTINGS: dict[str, dict[str, Any]] = {

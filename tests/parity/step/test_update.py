@@ -14,11 +14,10 @@ from portions import portion
 from transformers import TrainerCallback, get_scheduler
 
 from lockstep.contract.protocol import Engine
-from lockstep.definitions.adamw import Moments, Settings, adamw
-from lockstep.definitions.schedules import rate_factor
+from lockstep.definitions.optimizer import Moments, Settings, adamw, rate_factor
 from lockstep.errors import ProofError
 from lockstep.watch import update
-from lockstep.watch.accumulation import AccumulationProof
+from lockstep.watch.elements import AccumulationProof
 from lockstep.watch.model_gradient import Checked, ModelGradient
 
 SEVERAL = {"gradient_accumulation_steps": 2, "warmup_steps": 2}

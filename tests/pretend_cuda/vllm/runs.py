@@ -31,9 +31,9 @@ from tiny import make_model, save
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Sampling
 from lockstep.engines.vllm.in_process import VLLMInProcess
-from lockstep.engines.vllm.port.sleep import weight_digests
+from lockstep.engines.vllm.port.engine import weight_digests
 from lockstep.errors import InputError
-from lockstep.sync.push import push_weights
+from lockstep.weights.push import push_weights
 
 FOLDER = Path(tempfile.mkdtemp())
 # Rounding moves a token over the edge of a set only if its probability is this close to the edge.

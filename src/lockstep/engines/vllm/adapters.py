@@ -1,24 +1,80 @@
-"""Pushes of an adapter alone to vLLM in the trainer's process. The engine holds one adapter at a time, because no request runs
-during a push.
+"""Pushes of an adapter alone to vLLM in the trainer's process, and to its workers.
+
+Pushes of an adapter alone to vLLM in the trainer's process. The engine holds one adapter at a time, because no
+request runs during a push.
+
+The calls by which a transport sends an adapter to the workers of one engine. The engine's own weights do not change.
+
+It works for servers and for worker processes beside the trainer.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from lockstep.contract.adapters import AdapterLimits
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.engines.adapters.transfer import one_acknowledgement
-from lockstep.engines.http.requests.messages import agreed_answers
+from lockstep.engines.servers.messages import agreed_answers
 from lockstep.errors import InputError
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.lora.request import LoRARequest
+
+
+class WorkerCalls(Protocol):
+    """The part of `WeightReceiverCalls` that does not change weights."""
+
+    url: str
+    world_size: int
+    available_bytes: int
+
+    def workers(self, method: str, *args: str) -> list[Any]:
+        """Call a method on every worker. Returns what each of them answers."""
+
+
+class AdapterCalls:
+    """A `WeightReceiverCalls` whose tensors are those of an adapter.
+
+    Args:
+        receiver: the workers that receive the adapter.
+
+    Attributes:
+        arrived: each worker's description of the tensors that arrived.
+    """
+
+    def __init__(self, receiver: WorkerCalls) -> None:
+        self.url, self.world_size, self._receiver = receiver.url, receiver.world_size, receiver
+        self.available_bytes = receiver.available_bytes
+        self._name = self._segment = ""
+        self.arrived: list[Any] = []
+
+    def begin(self, name: str) -> None:
+        """Begin the transfer of an adapter of this name."""
+        self._name, self.world_size, self.arrived = name, self._receiver.world_size, []
+
+    def init_transfer(self, info: dict[str, Any]) -> None:
+        self._segment = info["segment"]
+        self.workers("lockstep_open_segment", json.dumps(info))
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        self.arrived = self.workers("lockstep_keep_adapter", self._name, json.dumps(info), self._segment)
+
+    def workers(self, method: str, *args: str) -> list[Any]:
+        return self._receiver.workers(method, *args)
+
+
+def one_acknowledgement(found: Sequence[LoadedWeights]) -> LoadedWeights:
+    """The acknowledgements of several workers or servers as one."""
+    first, *others = found
+    return replace(first, others=tuple(others))
+
 
 # The values that vLLM accepts as the largest rank of an adapter (`max_lora_rank`).
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -59,7 +115,7 @@ class AdaptersInProcess:
     Args:
         llm: vLLM's engine.
         call: calls a function with every worker as its first argument.
-        workers: the workers (`engines/vllm/workers/`).
+        workers: the workers (`engines/vllm/`).
         close_requests: called at the beginning of a push; the engine must then refuse requests.
         open_requests: called with the weight version at the end of a push; the engine may then answer requests again.
     """

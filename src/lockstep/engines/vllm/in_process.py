@@ -1,7 +1,7 @@
 """vLLM in the trainer's own process: the real `vllm.LLM` with the V1 engine, on CPU and CUDA.
 
 The scheduler is in this process. The model is in this process too (`OwnWorker`), or it is split over worker processes
-(`engines/vllm/workers/processes.py`). Requests come from an inbox (`contract/inbox.py`). The engine gives their ids
+(`engines/vllm/start.py`). Requests come from an inbox (`contract/inbox.py`). The engine gives their ids
 to vLLM's engine loop, with their key as the request id. Weights come through vLLM's weight-transfer API with the
 backend of `engines/vllm/port/receive.py`. vLLM finds that backend through the entry point in pyproject.toml.
 
@@ -30,7 +30,7 @@ from lockstep.contract.inbox import Inbox, answer_all, check_request, check_requ
 from lockstep.contract.probe import EngineModules
 from lockstep.contract.protocol import Completion, EngineSettings, GenerationRequest, OnAnswer, RequestKey
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.engines.http.requests.messages import agreed_answers
+from lockstep.engines.servers.messages import agreed_answers
 from lockstep.engines.vllm.adapters import AdaptersInProcess
 from lockstep.engines.vllm.arguments import (
     check_adapters,
@@ -40,30 +40,36 @@ from lockstep.engines.vllm.arguments import (
     engine_arguments,
     usual_sequences,
 )
-from lockstep.engines.vllm.port.engine import end_steps, has_open_update, shut_down
-from lockstep.engines.vllm.port.pictures import holds_no_pictures, picture_arguments, prompt_with_pictures
+from lockstep.engines.vllm.environment import close_at_exit
+from lockstep.engines.vllm.port.engine import (
+    Sleep,
+    SleepLevel,
+    effective_settings,
+    end_steps,
+    has_open_update,
+    settings_from,
+    shut_down,
+    sleep_arguments,
+)
 from lockstep.engines.vllm.port.requests import (
     check_sent,
     completion,
     fields_of,
+    holds_no_pictures,
+    picture_arguments,
     prompt_logprobs,
+    prompt_with_pictures,
     refusals,
     sampling_params,
     scoring_params,
 )
-from lockstep.engines.vllm.port.settings import effective_settings, settings_from
-from lockstep.engines.vllm.port.sleep import Sleep, SleepLevel, sleep_arguments
-from lockstep.engines.vllm.workers.environment import close_at_exit
-from lockstep.engines.vllm.workers.kept_process import process_kept
-from lockstep.engines.vllm.workers.processes import TransportChoice, WorkerProcesses
-from lockstep.engines.vllm.workers.start import start_vllm
+from lockstep.engines.vllm.start import TransportChoice, WorkerProcesses, process_kept, start_vllm
 from lockstep.errors import InputError, LockstepError, ProofError, foreign_errors, told
 from lockstep.extensions import WORKERS, load
 from lockstep.images.pictures import PromptPictures
 from lockstep.model_files import load_files
-from lockstep.models.vision import reads_pictures
-from lockstep.report.busy import busy
-from lockstep.report.waits import waiting
+from lockstep.models.policy import reads_pictures
+from lockstep.progress import busy, waiting
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -84,7 +90,7 @@ class VLLMInProcess:
         tensor_parallel_size: number of worker processes that share the model, each on a GPU of its own. 1: the model is in this
             process.
         transport: chooses how weights reach worker processes; needed only if there are several.
-        sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back (`port/sleep.py`); 0: it does nothing.
+        sleep_level: level of vLLM's sleep mode at which `sleep` gives memory back; 0: it does nothing.
         quantization: vLLM's name of the scheme in which the engine holds the weights in 8 bits; None: in `dtype`.
         engine_kwargs: further arguments of `vllm.LLM`, passed on unchanged.
 

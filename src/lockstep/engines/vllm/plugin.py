@@ -1,6 +1,8 @@
 """Entry point that vLLM calls in every process it starts (group `vllm.general_plugins` in pyproject.toml)."""
 
+from lockstep.devices import prepare_cuda
 from lockstep.engines.vllm.arguments import IN_PROCESS_BACKEND, SERVER_BACKEND
+from lockstep.engines.vllm.environment import end_with_trainer
 from lockstep.engines.vllm.port.engine import register_backends
 from lockstep.engines.vllm.port.kept_ids import carry_kept_ids
 from lockstep.engines.vllm.port.patches import (
@@ -11,8 +13,6 @@ from lockstep.engines.vllm.port.patches import (
     register_norms,
     request_amx,
 )
-from lockstep.engines.vllm.workers.environment import end_with_trainer
-from lockstep.models.cuda import prepare_cuda
 
 _CLASSES = {IN_PROCESS_BACKEND: "InProcessWeightTransfer", SERVER_BACKEND: "ServerWeightTransfer"}
 

@@ -1,7 +1,7 @@
 """Methods that a trainer calls on a server's vLLM worker, in addition to vLLM's own endpoints.
 
-vLLM gets the class as `--worker-extension-cls`, and the trainer calls its methods by name over `/collective_rpc`. Arguments and
-results are JSON; nothing is unpickled. `engines/http/vllm_server.py` is the other end.
+vLLM gets the class as `--worker-extension-cls`, and the trainer calls its methods by name over `/collective_rpc`.
+Arguments and results are JSON; nothing is unpickled. `engines/servers/server.py` is the other end.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 
 from lockstep.contract.probe import encode_floats
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.engines.vllm.port.engine import has_open_update
-from lockstep.engines.vllm.port.settings import effective_settings, splits_prompts
+from lockstep.engines.vllm.port.engine import effective_settings, has_open_update, splits_prompts
 from lockstep.extensions import WORKERS, load
-from lockstep.sync.wire.cuda_ipc import read_test_buffer
-from lockstep.sync.wire.deltas import available_bytes
-from lockstep.sync.wire.nccl import identity_of
-from lockstep.sync.wire.shared_memory import read_test_file
+from lockstep.weights.wire.cuda_ipc import read_test_buffer
+from lockstep.weights.wire.network import identity_of
+from lockstep.weights.wire.shared_memory import read_test_file
+from lockstep.weights.wire.stream import available_bytes
 
 # Made when a worker's process starts. If two URLs lead to the same server, this value shows it.
 _INSTANCE = uuid.uuid4().hex
@@ -36,8 +35,8 @@ class LockstepWorker:
         """The identity of this engine, and the settings that it runs with. Every trainer calls it first."""
         from lockstep.engines.vllm.port.kept_ids import record_kept_ids
         from lockstep.engines.vllm.port.lora import load_from_memory
-        from lockstep.engines.vllm.port.pictures import picture_cache_bytes, record_pictures
         from lockstep.engines.vllm.port.receive import loaded_dtypes
+        from lockstep.engines.vllm.port.requests import picture_cache_bytes, record_pictures
 
         memory = load_from_memory(self)
         record_kept_ids(self)
@@ -88,13 +87,13 @@ class LockstepWorker:
 
     def lockstep_pictures(self, digests: str) -> dict[str, str | None]:
         """For each digest, the digest of the tensors that this worker has encoded under it; None: it has encoded none."""
-        from lockstep.engines.vllm.port.pictures import recorded_digests
+        from lockstep.engines.vllm.port.requests import recorded_digests
 
         return recorded_digests(self, json.loads(digests))
 
     def lockstep_encoded(self) -> dict[str, bool]:
         """Whether the worker keeps pictures that were encoded with earlier weights."""
-        from lockstep.engines.vllm.port.pictures import holds_no_pictures
+        from lockstep.engines.vllm.port.requests import holds_no_pictures
 
         return {"holding": not holds_no_pictures(self)}
 
@@ -114,7 +113,7 @@ class LockstepWorker:
         """The bytes of a trainer's small buffer on this worker's GPU, or why it cannot be mapped."""
         return read_test_buffer(json.loads(handle), self.weight_transfer_engine.device)
 
-    # ---- adapters alone (`engines/adapters/servers.py`) -------------------------------------------------------------
+    # ---- adapters alone (`engines/servers/adapters.py`) -------------------------------------------------------------
 
     def lockstep_adapters(self) -> dict[str, Any] | None:
         """The largest rank, the dtype, the room, and the names of the adapters held; None: vLLM was started without LoRA."""

@@ -1,10 +1,11 @@
 """A call of an agent and its answer, as both APIs share them.
 
-A call may ask more of its turn than messages (`Wishes`): a tool call, at most one call, JSON, an end at further strings. None of it
-changes the distribution that the turn is sampled from. Other servers force a required call or JSON by a grammar. A run samples all
-its turns from one distribution and trains the same one, so here the model is free: what it samples is what is learned from. A turn
-that lacks what was asked for is answered as it is, and counted (`Counts.unmet`). An agent meets such a turn like any other
-malformed answer, and the reward says whether the model does better next time.
+A call may ask more of its turn than messages (`Wishes`): a tool call, at most one call, JSON, an end at further
+strings. None of it changes the distribution that the turn is sampled from. Other servers force a required call or
+JSON by a grammar. A run samples all its turns from one distribution and trains the same one, so here the model is
+free: what it samples is what is learned from. A turn that lacks what was asked for is answered as it is, and counted
+(`Counts.unmet`). An agent meets such a turn like any other malformed answer, and the reward says whether the model
+does better next time.
 """
 
 from __future__ import annotations

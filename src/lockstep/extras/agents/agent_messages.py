@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.extras.agents.request_fields import bad_value
-from lockstep.images.data_urls import is_data_url
-from lockstep.images.urls import is_url
+from lockstep.images.urls import is_data_url, is_url
 from lockstep.tokens.chat import Content, Message
-from lockstep.tokens.json_values import read_json, whole_characters
+from lockstep.tokens.tool_calls import read_json, whole_characters
 
 # OpenAI calls a system message `developer` for its newer models. Chat templates know `system` only.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

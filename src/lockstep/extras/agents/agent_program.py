@@ -1,9 +1,10 @@
 """The agents of a run: a user's agent makes each rollout, by calls to the gateway.
 
-An agent is a Python function that runs in a thread, or a command that runs in a process. It gets the base URL and the key of its
-rollout, and the rollout ends with it. `AgentProgram` starts it and serves its calls; what rewards and reports need is left in the
-notes of the conversation. `RolloutAgents` has the same methods as `RolloutTools` (`training/generate/rollouts/tools.py`): a run
-has either tools or agents. The rank that holds the engine serves the gateway and runs the agents.
+An agent is a Python function that runs in a thread, or a command that runs in a process. It gets the base URL and the
+key of its rollout, and the rollout ends with it. `AgentProgram` starts it and serves its calls; what rewards and
+reports need is left in the notes of the conversation. `RolloutAgents` has the same methods as `RolloutTools`
+(`run/programs.py`): a run has either tools or agents. The rank that holds the engine serves the gateway and runs the
+agents.
 """
 
 from __future__ import annotations
@@ -27,25 +28,24 @@ from typing import IO, Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lockstep.child_environment import for_users_code
+from lockstep.config.fields import AgentFunction, Reward
+from lockstep.config.run import OnlineConfig
+from lockstep.config.sampling import sampling_of
 from lockstep.errors import InputError
 from lockstep.extras.agents.recording import Counts, Recording
 from lockstep.extras.agents.request_fields import RunLimits, bad_value
 from lockstep.extras.agents.web import Gateway
 from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import with_image_urls
-from lockstep.kill_at_exit import kill_group, of_users_code
-from lockstep.report.waits import waiting
-from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.processes import for_users_code, kill_group, of_users_code
+from lockstep.progress import waiting
 from lockstep.rollouts.call_fits import not_callable_as
 from lockstep.rollouts.conversation import Conversation
 from lockstep.rollouts.group import Rollout, RolloutGroup
+from lockstep.rollouts.ranks import Ranks
 from lockstep.tokens.arrays import Ids, whole_numbers
 from lockstep.tokens.chat import render_prompt
-from lockstep.tokens.conversation.extension import Extension
-from lockstep.training.config.fields.agents import AgentFunction, Reward
-from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.config.sampling import sampling_of
+from lockstep.tokens.extension import Extension
 
 BASE_URL, API_KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 # Bytes of a command's output that an error shows and in which the reward is looked for.
@@ -220,7 +220,7 @@ class Extensions:
 
     Args:
         end_ids: ids that end a turn.
-        tool_format: the format of tool calls (`tokens/conversation/tool_calls.py`). None: the format that the chat template shows.
+        tool_format: the format of tool calls (`tokens/tool_calls.py`). None: the format that the chat template shows.
         placeholder: the id that stands for a part of an image; None: the run shows no images.
 
     Raises:

@@ -1,6 +1,7 @@
 """`lockstep gateway`: runs an agent on every prompt of a dataset, and writes the rollouts with their ids. Nothing is learned.
 
-It tries an agent before training, or makes rollouts for inspection. The engine, its weights and every id are proven as in training.
+It tries an agent before training, or makes rollouts for inspection. The engine, its weights and every id are proven
+as in training.
 """
 
 from __future__ import annotations
@@ -12,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.cli.fields.adapter import AdaptedRunArguments
-from lockstep.cli.fields.arguments import read, said_of
-from lockstep.cli.fields.inputs import check_inputs
-from lockstep.cli.process.loading import load_config
+from lockstep.cli.fields import AdaptedRunArguments, check_inputs, read, said_of
+from lockstep.cli.training import load_config
+from lockstep.config.option import option
 from lockstep.errors import InputError
 from lockstep.files import replace_text
-from lockstep.report.busy import busy, watched_by
-from lockstep.report.say import say
-from lockstep.training.config.option import option
+from lockstep.progress import busy, watched_by
+from lockstep.safe_text import say
 
 
 @dataclass
@@ -47,7 +46,7 @@ def run(words: list[str]) -> int:
             raise InputError("agent is not set; give --agent file.py:name or --agent_command 'COMMAND …'")
         if Path(about.rollouts_file).exists():
             raise InputError(f"{about.rollouts_file} exists; give another --rollouts_file")
-    from lockstep.report.status import StatusLine
+    from lockstep.progress import StatusLine
 
     with watched_by(StatusLine()):
         loaded = load_config(given, lambda: lockstep.GRPOConfig, GatewayArguments)
@@ -56,9 +55,9 @@ def run(words: list[str]) -> int:
 
 def _record(arguments: GatewayArguments, config: Any) -> int:
     from lockstep import GRPOTrainer
-    from lockstep.cli.fields.data import data_of
+    from lockstep.cli.fields import data_of
     from lockstep.cli.training import acting_arguments
-    from lockstep.run.files.rollout_files import kind_in_json
+    from lockstep.run.files.rollouts import kind_in_json
     from lockstep.tasks.rewards import load_reward
 
     if config.world_size > 1:

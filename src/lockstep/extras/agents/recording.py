@@ -1,8 +1,8 @@
 """Answers the calls of one rollout, and records the ids of each.
 
-Calls come from the thread of `web.py`. They run in the event loop of the rollout, one after the other, on the rollout's
-`Conversation`. There is one `Turns` per rollout: it finds the longest known beginning of a call's messages, and the ids of that
-turn are continued. For other messages the chat template makes the ids, and the rollout branches.
+Calls come from the thread of `web.py`. They run in the event loop of the rollout, one after the other, on the
+rollout's `Conversation`. There is one `Turns` per rollout: it finds the longest known beginning of a call's messages,
+and the ids of that turn are continued. For other messages the chat template makes the ids, and the rollout branches.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.conversation import Branch, Conversation, OutOfRoom, Turn
 from lockstep.rollouts.programs.tool_program import is_drawn
 from lockstep.tokens.arrays import Ids, joined
-from lockstep.tokens.chat import Message
-from lockstep.tokens.conversation.extension import Extension, Insert
-from lockstep.tokens.conversation.turns import Conventions, ParsedTurn
-from lockstep.tokens.picture_ids import picture_part, pictures_in
+from lockstep.tokens.chat import Message, picture_part, pictures_in
+from lockstep.tokens.extension import Extension, Insert
+from lockstep.tokens.turns import Conventions, ParsedTurn
 
 
 @dataclass(frozen=True, slots=True)

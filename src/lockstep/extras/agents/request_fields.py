@@ -1,8 +1,9 @@
 """Checks the fields of a request that would change what is sampled, and makes the errors that an agent gets.
 
-A run samples from one distribution and trains the same one. A field that asks for another distribution is therefore refused, and so
-is every field that the gateway does not know. Fields that ask something of the turn without another distribution are not refused
-here. The modules of the gateway raise `Refused`, and the client gets it as a response in OpenAI's error format.
+A run samples from one distribution and trains the same one. A field that asks for another distribution is therefore
+refused, and so is every field that the gateway does not know. Fields that ask something of the turn without another
+distribution are not refused here. The modules of the gateway raise `Refused`, and the client gets it as a response in
+OpenAI's error format.
 """
 
 from __future__ import annotations

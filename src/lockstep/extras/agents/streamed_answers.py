@@ -1,9 +1,10 @@
 """An answer on its way to a client that reads it as a stream: text is sent as soon as it is certain.
 
-`certain_part` gives the part of an unfinished turn's text that the finished answer certainly begins with. Text is held back as
-long as later tokens could still change what it is: half of a character, white space at the end, a marker of thinking or of a tool
-call that may have begun. It is sent with a later part, or at the end. `Teller` tells it from the event loop of the rollout;
-`Heard` takes it to the event loop of the server, which sends the events that `SentText` makes.
+`certain_part` gives the part of an unfinished turn's text that the finished answer certainly begins with. Text is
+held back as long as later tokens could still change what it is: half of a character, white space at the end, a marker
+of thinking or of a tool call that may have begun. It is sent with a later part, or at the end. `Teller` tells it from
+the event loop of the rollout; `Heard` takes it to the event loop of the server, which sends the events that
+`SentText` makes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Protocol
 from lockstep.extras.agents.agent_calls import Answer, Listener, Partial, Wishes
 from lockstep.extras.agents.request_fields import Refused
 from lockstep.tokens.arrays import Ids, whole_numbers
-from lockstep.tokens.conversation.extension import Extension
-from lockstep.tokens.conversation.tool_calls import text_before_calls, without_beginning
+from lockstep.tokens.extension import Extension
+from lockstep.tokens.tool_calls import text_before_calls, without_beginning
 
 
 class Heard:

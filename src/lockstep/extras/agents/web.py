@@ -1,8 +1,8 @@
 """The HTTP server of the gateway: it finds the rollout of a request by its key, and passes the call to that rollout.
 
-It runs in a thread of its own, so that it answers while the trainer learns. Calls are answered by `recording.py`, in the event loop
-of the rollout. The number of connections is bounded, and so is the time in which each must ask something: the gateway runs in the
-trainer's process, whose limit of open files holds for both.
+It runs in a thread of its own, so that it answers while the trainer learns. Calls are answered by `recording.py`, in
+the event loop of the rollout. The number of connections is bounded, and so is the time in which each must ask
+something: the gateway runs in the trainer's process, whose limit of open files holds for both.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lockstep.extras.agents.agent_calls import Answer, Call, Listener
 from lockstep.extras.agents.request_fields import Refused, RunLimits, bad_value, ended, failed, unreadable
 from lockstep.extras.agents.streamed_answers import Heard, SentText
 from lockstep.server.keys import make_key
-from lockstep.server.machine import raise_file_limit
-from lockstep.tokens.json_values import is_whole, read_json, whole_characters
+from lockstep.server.supervisor import raise_file_limit
+from lockstep.tokens.tool_calls import is_whole, read_json, whole_characters
 
 # Seconds in which a client must send the head of a request, after its connection and after each answer, and in which a client must
 # go on reading an answer that waits for it.

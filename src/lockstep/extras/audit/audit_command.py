@@ -1,8 +1,8 @@
 """`lockstep audit ROLLOUTS --model DIRECTORY`: do the rollouts of a run of another program agree with its policy?
 
-ROLLOUTS is a file (JSON Lines, JSON or Parquet) of TRL, verl, prime-rl, OpenRLHF or your own code, or the directory of a Lockstep
-run.
-Each row has prompt ids, completion ids and the log-probs that the engine reported; docs/guides/audit.md has the columns.
+ROLLOUTS is a file (JSON Lines, JSON or Parquet) of TRL, verl, prime-rl, OpenRLHF or your own code, or the directory
+of a Lockstep run. Each row has prompt ids, completion ids and the log-probs that the engine reported;
+docs/guides/audit.md has the columns.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli.words import WordParser
+from lockstep.cli.help import WordParser
 from lockstep.errors import InputError
 from lockstep.files import replace_text
-from lockstep.report.say import say
+from lockstep.safe_text import say
 
 if TYPE_CHECKING:
     from lockstep.extras.audit.dumps import AuditedRollout
@@ -53,24 +53,23 @@ def run(words: list[str]) -> int:
         raise InputError(f"max_tokens is {asked.max_tokens}; it must be at least 1")
 
     from lockstep.extras.audit.dumps import read_dump
-    from lockstep.report.busy import busy, watched_by
-    from lockstep.report.status import StatusLine
+    from lockstep.progress import StatusLine, busy, watched_by
 
     with watched_by(StatusLine()), busy(f"reading {asked.rollouts}"):
         rollouts = _evenly(read_dump(Path(asked.rollouts)), asked.max_tokens)
     with watched_by(StatusLine()), busy("loading PyTorch, transformers and the model"):
         import torch
 
-        from lockstep.cli.process.quiet import quiet_libraries
+        from lockstep.cli.output import quiet_libraries
         from lockstep.contract.distribution import Distribution
         from lockstep.contract.sampling import Sampling
         from lockstep.extras.audit.causes import Suspects
         from lockstep.extras.audit.findings import DIFFER, audit
         from lockstep.extras.audit.rollout_logprobs import server_logprobs
-        from lockstep.models.autocast import Precision
+        from lockstep.models.arithmetic import Precision
         from lockstep.models.policy import load_policy
         from lockstep.models.resolve import resolve_model
-        from lockstep.tokens.tokenizer import load_tokenizer
+        from lockstep.tokens.chat import load_tokenizer
         from lockstep.watch.tolerances import tolerance
 
         quiet_libraries()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.contract.distribution import Distribution
 from lockstep.extras.audit.dumps import AuditedRollout
 from lockstep.extras.audit.rollout_logprobs import Scored, Values, score
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 
 # An explanation counts only if it leaves less than this share of the gap.
 _EXPLAINS = 0.5

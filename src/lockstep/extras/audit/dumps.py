@@ -1,7 +1,7 @@
 """Reads rollouts that other programs have written: JSON Lines, JSON, Parquet, or the directory of a Lockstep run.
 
-Each program names its columns in its own way (`FORMATS`). Padding is removed here, so that what follows sees prompt ids, completion
-ids and one log-prob per sampled id.
+Each program names its columns in its own way (`FORMATS`). Padding is removed here, so that what follows sees prompt
+ids, completion ids and one log-prob per sampled id.
 """
 
 from __future__ import annotations

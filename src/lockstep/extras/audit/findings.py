@@ -15,10 +15,9 @@ from lockstep.contract.sampling import Sampling
 from lockstep.extras.audit.causes import Cause, Suspects, explain, mean_gap
 from lockstep.extras.audit.dumps import AuditedRollout
 from lockstep.extras.audit.rollout_logprobs import Scored, Values, score
-from lockstep.models.autocast import Precision
-from lockstep.tokens.tokenizer import embedding_rows
-from lockstep.watch.bets import BETS, TokenDraws
-from lockstep.watch.draws import FALSE_ALARM, DrawEvidence, measure_draws
+from lockstep.models.arithmetic import Precision
+from lockstep.tokens.chat import embedding_rows
+from lockstep.watch.draws import BETS, FALSE_ALARM, DrawEvidence, TokenDraws, measure_draws
 from lockstep.watch.gap import GapStats, measure_gap, over_limits
 from lockstep.watch.tolerances import Tolerance, tolerance
 

@@ -1,7 +1,7 @@
 """The log-probs of a rollout's ids, with which those of the dump are compared: by the model, or by a running vLLM server.
 
-The model is run once per rollout, and also gives what the draws proof needs. The server is asked over its OpenAI-compatible
-endpoint, and needs nothing of Lockstep.
+The model is run once per rollout, and also gives what the draws proof needs. The server is asked over its
+OpenAI-compatible endpoint, and needs nothing of Lockstep.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lockstep import bounded_http
 from lockstep.contract.distribution import Distribution
 from lockstep.errors import InputError, LockstepError
 from lockstep.extras.audit.dumps import AuditedRollout
-from lockstep.models.autocast import Precision
-from lockstep.watch.bets import TokenDraws
-from lockstep.watch.rescoring import logit_chunks
+from lockstep.models.arithmetic import Precision
+from lockstep.watch.draws import TokenDraws
+from lockstep.watch.plain_forward import logit_chunks
 
 Values = NDArray[np.float64]
 _PLAIN = Precision()

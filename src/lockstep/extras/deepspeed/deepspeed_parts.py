@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import InputError
-from lockstep.report.waits import waiting
+from lockstep.progress import waiting
 
 
 def begin(device: torch.device) -> None:

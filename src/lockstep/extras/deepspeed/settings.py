@@ -1,8 +1,9 @@
 """The user's DeepSpeed configuration: TrainingArguments' `deepspeed`, or the environment of `accelerate launch`.
 
-accelerate's own DeepSpeed plugin would put DeepSpeed's engine and optimizer beside the proofs. So `take_zero_settings` reads what
-it would read, and switches it off: `extras/deepspeed/weights.py` then lets DeepSpeed shard the model. `check_values` compares the
-configuration with the fields of the run, as transformers does: "auto" is the field's value, and another value must be equal to it.
+accelerate's own DeepSpeed plugin would put DeepSpeed's engine and optimizer beside the proofs. So
+`take_zero_settings` reads what it would read, and switches it off: `extras/deepspeed/weights.py` then lets DeepSpeed
+shard the model. `check_values` compares the configuration with the fields of the run, as transformers does: "auto" is
+the field's value, and another value must be equal to it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lockstep.errors import InputError
-from lockstep.homes import expanded
+from lockstep.private_caches import expanded
 from lockstep.shards.settings import switch_off, switched_on
 
 if TYPE_CHECKING:

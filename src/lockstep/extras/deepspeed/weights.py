@@ -1,11 +1,12 @@
 """Weights that DeepSpeed ZeRO-3 partitions: gathered per layer, freed after its forward, gathered again for its backward.
 
-The rest of Lockstep sees a parameter as a `DTensor` of the rows that FSDP2 would give this rank. Its memory is DeepSpeed's own
-partition. An optimizer, a checkpoint or a proof that uses the `DTensor` therefore uses the partition. DeepSpeed cuts flat tensors
-evenly. So it gets each tensor with rows of zeros at its end, until each rank has the same number of rows.
+The rest of Lockstep sees a parameter as a `DTensor` of the rows that FSDP2 would give this rank. Its memory is
+DeepSpeed's own partition. An optimizer, a checkpoint or a proof that uses the `DTensor` therefore uses the partition.
+DeepSpeed cuts flat tensors evenly. So it gets each tensor with rows of zeros at its end, until each rank has the same
+number of rows.
 
-A backward needs the tensors that its forward has used. So the whole weights of a layer stand in tensors that stay the same ones.
-Their memory is freed and allocated again, and what DeepSpeed gathers is copied into them.
+A backward needs the tensors that its forward has used. So the whole weights of a layer stand in tensors that stay the
+same ones. Their memory is freed and allocated again, and what DeepSpeed gathers is copied into them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 
 from lockstep.errors import LockstepError
 from lockstep.extras.deepspeed import deepspeed_parts
-from lockstep.shards.parts import is_sharded, local_part
+from lockstep.shards.model import is_sharded, local_part
 from lockstep.shards.passes import Passes
 
 # A module and the name of one of its parameters.

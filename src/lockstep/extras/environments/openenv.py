@@ -1,7 +1,8 @@
 """Environments of OpenEnv: each rollout has its own session with a running OpenEnv server.
 
-`server("http://127.0.0.1:8000")` is an `environment_factory`. OpenEnv's client needs other versions of some packages than vLLM
-does. Therefore the client runs in a separate process (`own_process/openenv_session.py`), with a Python that has it.
+`server("http://127.0.0.1:8000")` is an `environment_factory`. OpenEnv's client needs other versions of some packages
+than vLLM does. Therefore the client runs in a separate process (`own_process/openenv_session.py`), with a Python that
+has it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lockstep.rollouts.programs.environment_process import ProcessEnvironment, in_process
+from lockstep.rollouts.programs.environments import ProcessEnvironment, in_process
 
 _PROGRAM = Path(__file__).with_name("own_process") / "openenv_session.py"
 

@@ -1,7 +1,7 @@
 """Games of textarena as environments.
 
-`game("GuessTheNumber-v0")` is an `environment_factory`. textarena seeds Python's random numbers for the whole process. Therefore
-each game runs in a separate process (`own_process/textarena_game.py`).
+`game("GuessTheNumber-v0")` is an `environment_factory`. textarena seeds Python's random numbers for the whole
+process. Therefore each game runs in a separate process (`own_process/textarena_game.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.rollouts.programs.environment_process import ProcessEnvironment, in_process
+from lockstep.rollouts.programs.environments import ProcessEnvironment, in_process
 
 _PROGRAM = Path(__file__).with_name("own_process") / "textarena_game.py"
 

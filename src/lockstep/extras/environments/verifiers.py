@@ -1,8 +1,8 @@
 """Environments of verifiers as agents: verifiers runs its own rollouts, with the gateway as its model server.
 
-`environment("NAME")` is an agent (docs/internals/gateway.md). Its rubric gives the reward, and its data set gives the rows.
-verifiers needs other versions of some packages than vLLM does. Therefore it runs in one separate process, with a Python that has it
-(`own_process/verifiers_rollouts.py`). All rollouts of a generation run concurrently there.
+`environment("NAME")` is an agent (docs/internals/gateway.md). Its rubric gives the reward, and its data set gives the
+rows. verifiers needs other versions of some packages than vLLM does. Therefore it runs in one separate process, with
+a Python that has it (`own_process/verifiers_rollouts.py`). All rollouts of a generation run concurrently there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 
 from datasets import Dataset
 
-from lockstep.child_environment import for_users_code
 from lockstep.errors import InputError, LockstepError
-from lockstep.kill_at_exit import kill_group, of_users_code
-from lockstep.report.waits import waiting
+from lockstep.processes import for_users_code, kill_group, of_users_code
+from lockstep.progress import waiting
 
 _PROGRAM = Path(__file__).with_name("own_process") / "verifiers_rollouts.py"
 # Seconds in which the process must have loaded the environment, or given its rows.

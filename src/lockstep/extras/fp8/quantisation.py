@@ -1,8 +1,9 @@
 """What vLLM's scheme `fp8_per_channel` computes, written a second time: 8-bit codes and one scale per row.
 
-The scheme has no calibration data: codes and scales follow from the numbers alone. vLLM quantises a weight of (outputs, inputs)
-with one scale per output when it is loaded, and the inputs of a linear layer with one scale per token in every forward. A code is a
-float8_e4m3 number: 4 bits of exponent, 3 bits of mantissa, at most 448. `watch/` compares an engine with these formulas.
+The scheme has no calibration data: codes and scales follow from the numbers alone. vLLM quantises a weight of
+(outputs, inputs) with one scale per output when it is loaded, and the inputs of a linear layer with one scale per
+token in every forward. A code is a float8_e4m3 number: 4 bits of exponent, 3 bits of mantissa, at most 448. `watch/`
+compares an engine with these formulas.
 
 Source: vLLM 0.32.0, the modules `online.fp8` and `input_quant_fp8` of `vllm.model_executor.layers.quantization`.
 """

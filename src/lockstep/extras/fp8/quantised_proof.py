@@ -1,13 +1,14 @@
 """What it changes that an engine holds the weights in 8 bits, measured by the trainer itself, and the limits that follow.
 
-A gap of such an engine has two parts. The trainer computes the first part alone: it scores the same tokens twice, by its
-own plain forward, and by a forward whose linear layers quantise weights and inputs by the scheme's formula
+A gap of such an engine has two parts. The trainer computes the first part alone: it scores the same tokens twice, by
+its own plain forward, and by a forward whose linear layers quantise weights and inputs by the scheme's formula
 (`quantisation.py`). The difference is the quantisation error. The second part is what is left: the rounding of the
 dtypes, and rounding that grows, because a code that is rounded to its other neighbour changes the next layers too.
 
 The quantisation error is numerics, and the importance weights of the loss correct for it. The limits on the gap are
 those of the dtypes, plus a multiple of the error that was measured on tokens of the run (`widened`). So a gap that
-quantisation does not explain is refused like any other. The module probe proves that the engine quantises the right weights.
+quantisation does not explain is refused like any other. The module probe proves that the engine quantises the right
+weights.
 
 The second half proves such an engine while its layers leave their inputs as they are: both sides use the values of the
 same codes (`whole_inputs`). Then no code of an input can be rounded to its other neighbour, and the gap is that of the
@@ -34,15 +35,15 @@ from lockstep.contract.sampling import Sampling
 from lockstep.errors import ProofError
 from lockstep.extras.fp8.quantisation import quantised_linear, quantised_rows
 from lockstep.models.adapters import causal_model
-from lockstep.models.autocast import Precision, autocast_dtype
-from lockstep.sync.push import weights_of
-from lockstep.sync.source import PlainSource
+from lockstep.models.arithmetic import Precision, autocast_dtype
 from lockstep.tokens.arrays import whole_numbers
-from lockstep.watch.canary import canary_gap, check_canary
 from lockstep.watch.gap import GapStats, measure_gap
 from lockstep.watch.gap_explained import check_gap
-from lockstep.watch.rescoring import casting_once, completion_logps, sampled_logps
+from lockstep.watch.plain_forward import casting_once, completion_logps, sampled_logps
+from lockstep.watch.push import canary_gap, check_canary
 from lockstep.watch.tolerances import Tolerance
+from lockstep.weights.push import weights_of
+from lockstep.weights.source import PlainSource
 
 # How many times the quantisation error a mean gap may have beyond the limit of the dtypes. Measured: 1.3 (docs/internals/proof.md).
 _ROOM = 1.5

@@ -11,7 +11,7 @@ import torch
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.probe import codes_digest, quantised_vector
 from lockstep.contract.protocol import Completion, ProbedEngine
-from lockstep.engines.http.requests.messages import agreed_answers
+from lockstep.engines.servers.messages import agreed_answers
 from lockstep.errors import foreign_errors
 from lockstep.extras.fp8.quantisation import quantised_rows
 from lockstep.extras.fp8.quantised_proof import (
@@ -20,10 +20,9 @@ from lockstep.extras.fp8.quantised_proof import (
     score_with_whole_inputs,
     widened,
 )
-from lockstep.tokens.tokenizer import embedding_rows
-from lockstep.watch.canary import canary_sequences
+from lockstep.tokens.chat import embedding_rows
 from lockstep.watch.modules import ModuleProbe
-from lockstep.watch.push import PushExtension, PushWatch
+from lockstep.watch.push import PushExtension, PushWatch, canary_sequences
 from lockstep.watch.receipt_lines import figures
 from lockstep.watch.tolerances import Tolerance
 

@@ -13,10 +13,10 @@ import lockstep.extras.lora_alone.adapter_push as pushes
 import lockstep.extras.lora_alone.adapter_source as sources
 from lockstep.contract.adapters import UP
 from lockstep.contract.tensors import LoadedWeights
-from lockstep.engines.vllm.port.faults import lora_of_linear
+from lockstep.engines.vllm.port.engine import lora_of_linear
 from lockstep.extras.selftest.seams import REACH, Fault, Named, Patch, is_vllm, vllm_worker
 from lockstep.extras.verify.stage import Stage
-from lockstep.sync.push import SyncRecord
+from lockstep.weights.push import SyncRecord
 
 
 def _kept_instead(stage: Stage, change: Callable[[list[Named]], Named]) -> Patch:

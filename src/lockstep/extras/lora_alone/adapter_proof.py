@@ -21,11 +21,11 @@ from torch.nn.functional import linear
 
 from lockstep.contract.adapters import DOWN, UP, AdapterReceiver
 from lockstep.contract.probe import probe_vector
+from lockstep.devices import on_host
 from lockstep.engines.vllm.adapters import adapter_arguments
 from lockstep.errors import ProofError
 from lockstep.extras.lora_alone.adapter_push import AdapterPusher
 from lockstep.extras.lora_alone.adapter_source import AdapterSource, EffectiveSource, adapter_shape, check_alone
-from lockstep.to_device import on_host
 from lockstep.watch.push import PushExtension, PushWatch
 from lockstep.watch.tolerances import output_rounding
 

@@ -13,9 +13,10 @@ Does not show: with tensor parallelism nothing is read back; that the layers use
 this).
 When: every push.
 
-`check_adapter_live` compares what a push has sent with the live model: the bytes of the factors A and B, and the forward of
-the layers. The source could give an old adapter, or one with a wrong scaling. The engine would receive exactly this adapter,
-and no comparison of the two would find the fault. The comparison comes before a version is committed.
+`check_adapter_live` compares what a push has sent with the live model: the bytes of the factors A and B, and the
+forward of the layers. The source could give an old adapter, or one with a wrong scaling. The engine would receive
+exactly this adapter, and no comparison of the two would find the fault. The comparison comes before a version is
+committed.
 """
 
 from __future__ import annotations
@@ -29,16 +30,15 @@ from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
 from lockstep.contract.adapters import DOWN, UP, AdapterReceiver
-from lockstep.contract.device_digest import key_for
 from lockstep.contract.protocol import Engine
-from lockstep.contract.tensors import LoadedWeights, TensorSpec, digest_under, key_of, one_push, tensor_specs
+from lockstep.contract.tensors import LoadedWeights, TensorSpec, digest_under, key_for, key_of, one_push, tensor_specs
 from lockstep.errors import InputError, ProofError
 from lockstep.extras.lora_alone.adapter_source import AdapterSource, BaseSource, adapter_shape, check_alone
 from lockstep.models.adapters import causal_model
 from lockstep.models.quantised import dequantised, is_quantised
-from lockstep.sync.merged import without_dropout
-from lockstep.sync.push import SyncRecord, check_loaded
-from lockstep.sync.source import Manifest, Update
+from lockstep.weights.merged import without_dropout
+from lockstep.weights.push import SyncRecord, check_loaded
+from lockstep.weights.source import Manifest, Update
 
 # Number of layers that are compared per push.
 _LAYERS_COMPARED = 4

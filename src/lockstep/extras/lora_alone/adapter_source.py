@@ -1,6 +1,6 @@
 """The two parts of a model with an adapter, each as a source of a push: its base weights, and the adapter alone.
 
-The base is sent once and then the adapter alone, to vLLM's own LoRA. The other way is in `sync/merged.py`:
+The base is sent once and then the adapter alone, to vLLM's own LoRA. The other way is in `weights/merged.py`:
 both parts become one merged model. That module also finds the adapted layers, for both ways.
 """
 
@@ -14,8 +14,8 @@ from lockstep.contract.adapters import DOWN, UP
 from lockstep.errors import InputError
 from lockstep.models.adapters import causal_model, head_name, is_adapted
 from lockstep.models.quantised import is_quantised
-from lockstep.sync.merged import AdaptedSource, active_factors, full_factors, is_dora, is_module_to_save
-from lockstep.sync.source import PlainSource
+from lockstep.weights.merged import AdaptedSource, active_factors, full_factors, is_dora, is_module_to_save
+from lockstep.weights.source import PlainSource
 
 _MERGED_INSTEAD = "; leave vllm_enable_lora out, and merged weights are sent instead"
 

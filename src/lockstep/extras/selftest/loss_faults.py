@@ -4,9 +4,9 @@ M1 to M8 stand between the engine's answer and the loss. Most of them leave ever
 
 R1 to R9 and G1 to G6 stand between the scores and the gradient of the log-probs.
 
-B1 to B7 are faults of the model's own backward. Every score of the forward stays right. B1 to B4 are there when a run begins. A
-stage has passed its first step, so each of them makes its next step a first one. B5 to B7 appear later, when only a part of every
-tenth step is checked. Here a part of every step is.
+B1 to B7 are faults of the model's own backward. Every score of the forward stays right. B1 to B4 are there when a run
+begins. A stage has passed its first step, so each of them makes its next step a first one. B5 to B7 appear later,
+when only a part of every tenth step is checked. Here a part of every step is.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from unittest.mock import patch
 
 import torch
 
-import lockstep.rollouts.scores.rewards as rewards
-import lockstep.training.forward.token_logps as scoring
-import lockstep.training.methods.grpo as methods
-import lockstep.training.step.update as updating
+import lockstep.learn.methods.grpo as methods
+import lockstep.learn.token_logps as scoring
+import lockstep.learn.update as updating
+import lockstep.rollouts.rewards as rewards
 from lockstep.algorithms.advantages import group_advantages
-from lockstep.algorithms.policy_loss import TokenLoss, clipped_policy_loss
+from lockstep.algorithms.losses import TokenLoss, clipped_policy_loss
 from lockstep.extras.selftest.seams import Fault, Patch, generations_become
 from lockstep.extras.verify.stage import Stage
+from lockstep.learn.generation import Generation
+from lockstep.learn.methods.objective import Tally, TokenBatch
+from lockstep.learn.pack import Pack
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import OptimizerStep, Policy
 from lockstep.models.adapters import causal_model
 from lockstep.rollouts.group import Rollout, RolloutGroup
-from lockstep.training.batch.pack import Pack
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.methods.objective import Tally, TokenBatch
-from lockstep.training.step.generation import Generation
-from lockstep.training.step.update import OptimizerStep, Policy
 from lockstep.watch import model_gradient
 
 Groups = list[torch.Tensor]

@@ -1,7 +1,7 @@
 """Faults of the trainer's optimizer step.
 
-U1 to U13 are faults of the optimizer, its settings and its step, from the last backward to the new weights. They need real
-optimizer steps: `Stage.learn` takes them, and gives the stage its weights back.
+U1 to U13 are faults of the optimizer, its settings and its step, from the last backward to the new weights. They need
+real optimizer steps: `Stage.learn` takes them, and gives the stage its weights back.
 
 A1 to A6 are faults of what the step learns from, and of how it is added up.
 """
@@ -17,15 +17,15 @@ from unittest.mock import patch
 
 import torch
 
+import lockstep.learn.update as updating
 import lockstep.rollouts.driver as collecting
-import lockstep.training.step.update as updating
 from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.definitions.optimizer import optimizer_fields
 from lockstep.errors import InputError
 from lockstep.extras.selftest.seams import Fault, Patch, answers_become, at_temperature_one, generations_become
 from lockstep.extras.verify.stage import Stage
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.step.generation import Generation
+from lockstep.learn.generation import Generation
+from lockstep.learn.sequence import TrainingSequence
 
 # Takes a real step of an optimizer.
 Step = Callable[[], Any]

@@ -1,7 +1,8 @@
 """Faults of pictures, on a stage whose prompts show two pictures each: T3 and its relatives.
 
-The pictures of all prompts have one size, so that nothing but their pixels tells them apart. A fault in what the engine sees keeps
-the digest of the true picture (`Disguised`): otherwise the digests in the answer would show it before anything is computed.
+The pictures of all prompts have one size, so that nothing but their pixels tells them apart. A fault in what the
+engine sees keeps the digest of the true picture (`Disguised`): otherwise the digests in the answer would show it
+before anything is computed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-import lockstep.training.batch.pack as pack_module
-import lockstep.training.forward.scoring as scoring_module
+import lockstep.learn.pack as pack_module
+import lockstep.learn.scoring as scoring_module
 from lockstep.contract.protocol import Completion, GenerationRequest
 from lockstep.extras.selftest.seams import Fault, Patch, answers_become, is_vllm, requests_become
 from lockstep.extras.verify.stage import Stage

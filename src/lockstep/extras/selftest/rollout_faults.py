@@ -2,12 +2,12 @@
 
 T1, T2, T4 and L1 to L5 are faults of tokens and of the identity of requests.
 
-T1b, T5, and T7 to T9 are faults of conversations, tools and branches. Each runs rollouts of three turns with a tool's result after
-each of the first two, and then a branch. The model need not call the tool: its turns are cut after a few tokens, and every turn
-gets a result. All else is what a run with tools uses.
+T1b, T5, and T7 to T9 are faults of conversations, tools and branches. Each runs rollouts of three turns with a tool's
+result after each of the first two, and then a branch. The model need not call the tool: its turns are cut after a few
+tokens, and every turn gets a result. All else is what a run with tools uses.
 
-S3 are faults of the ends of completions. The run adds a bias to its end tokens, on both sides, so that completions of a few tokens
-end by themselves.
+S3 are faults of the ends of completions. The run adds a bias to its end tokens, on both sides, so that completions of
+a few tokens end by themselves.
 """
 
 from __future__ import annotations
@@ -31,18 +31,16 @@ from lockstep.errors import InputError
 from lockstep.extras.selftest.sampling_faults import samples_with
 from lockstep.extras.selftest.seams import Fault, Patch, answers_become, generations_become, is_vllm, requests_become
 from lockstep.extras.verify.stage import Stage
+from lockstep.learn.generation import Generation
+from lockstep.learn.sequence import TrainingSequence
 from lockstep.rollouts.conversation import Branch, Conversation, Turn
 from lockstep.rollouts.group import Rollout
 from lockstep.rollouts.programs.tool_program import go_on
 from lockstep.rollouts.programs.tools import ToolCalls, tools_of
 from lockstep.tokens.arrays import Ids, flags, joined, whole_numbers
-from lockstep.tokens.chat import is_conversational
-from lockstep.tokens.conversation.continuation import Continuation, Insert
-from lockstep.tokens.conversation.extension import Extension
-from lockstep.tokens.end import end_ids
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.step.generation import Generation
-from lockstep.watch.rescoring import completion_logps
+from lockstep.tokens.chat import end_ids, is_conversational
+from lockstep.tokens.extension import Continuation, Extension, Insert
+from lockstep.watch.plain_forward import completion_logps
 
 Requests = Sequence[GenerationRequest]
 Answers = list[Completion]

@@ -1,7 +1,7 @@
 """Faults of a run's settings, and of its evaluation.
 
-S4: trainer and engine agree with each other, and not with the user. E1: at an evaluation, the engine or the rows are other ones
-than those of training.
+S4: trainer and engine agree with each other, and not with the user. E1: at an evaluation, the engine or the rows are
+other ones than those of training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import transformers.integrations.sdpa_attention as sdpa
 
 import lockstep.engines.vllm.port.requests as vllm_requests
-import lockstep.training.step.update as updating
+import lockstep.learn.update as updating
 from lockstep.contract.protocol import GenerationRequest
 from lockstep.extras.selftest.loss_faults import next_text, other_row, scored_become
 from lockstep.extras.selftest.rollout_faults import across_prompts, halved

@@ -2,11 +2,12 @@
 
 P1 to P5 are faults of log-probs.
 
-P7 to P12 are faults of filters. Each samples with filters of its own, whatever filters the run has. The engine is then made to do
-something else, or its answers are changed on their way to the trainer.
+P7 to P12 are faults of filters. Each samples with filters of its own, whatever filters the run has. The engine is
+then made to do something else, or its answers are changed on their way to the trainer.
 
-S1 and S2 are faults of sampling: the engine reports the right log-probs, and samples otherwise. The sampler of vLLM or of the
-transformers engine gets other logits than those whose log-probs are reported, or its seeds are changed on their way.
+S1 and S2 are faults of sampling: the engine reports the right log-probs, and samples otherwise. The sampler of vLLM
+or of the transformers engine gets other logits than those whose log-probs are reported, or its seeds are changed on
+their way.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import torch
 import lockstep.engines.transformers_engine as transformers_engine
 import lockstep.engines.vllm.in_process as vllm_inprocess
 import lockstep.rollouts.driver as collecting
+from lockstep.config.sampling import FilterFields, sampling_of
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.sampling import Grammar, Sampling
-from lockstep.engines.vllm.port.faults import counts_of_second_runner, penalties_of_first_runner
+from lockstep.engines.vllm.port.engine import counts_of_second_runner, penalties_of_first_runner
 from lockstep.extras.selftest.seams import (
     REACH,
     Fault,
@@ -40,13 +42,10 @@ from lockstep.extras.selftest.seams import (
     vllm_worker,
 )
 from lockstep.extras.verify.stage import Stage
-from lockstep.tokens.arrays import Reals, reals, small_ids, whole_numbers
-from lockstep.tokens.end import end_ids
-from lockstep.tokens.kept_ids import KeptIds, joined_kept_ids
-from lockstep.training.config.fields.filters import FilterFields
-from lockstep.training.config.sampling import sampling_of
-from lockstep.training.forward.filters.id_rules import IdRules
-from lockstep.watch.rescoring import sequence_logits
+from lockstep.learn.filters import IdRules
+from lockstep.tokens.arrays import KeptIds, Reals, joined_kept_ids, reals, small_ids, whole_numbers
+from lockstep.tokens.chat import end_ids
+from lockstep.watch.plain_forward import sequence_logits
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The places at which faults are injected, each as a patch that is removed again.
 
-A fault is injected below the proof that should catch it: into the requests to the engine, its answers, the weights that it
-loads, or the trainer's use of the answers. No proof is patched.
+A fault is injected below the proof that should catch it: into the requests to the engine, its answers, the weights
+that it loads, or the trainer's use of the answers. No proof is patched.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from unittest.mock import patch
 import torch
 
 import lockstep.extras.verify.logprob_checks as checks
-import lockstep.training.step.generation as trainer_module
+import lockstep.learn.generation as trainer_module
 from lockstep.contract.inbox import Inbox
 from lockstep.contract.protocol import Completion, GenerationRequest, RequestKey
 from lockstep.contract.tensors import LoadedWeights, tensor_specs
-from lockstep.definitions.settings import user_settings
+from lockstep.definitions.sampling import user_settings
 from lockstep.engines.vllm.in_process import VLLMInProcess
 from lockstep.extras.verify.stage import Stage
-from lockstep.sync.push import weights_of
-from lockstep.training.step.generation import Generation
+from lockstep.learn.generation import Generation
+from lockstep.weights.push import weights_of
 
 Patch = AbstractContextManager[Any]
 Named = list[tuple[str, torch.Tensor]]

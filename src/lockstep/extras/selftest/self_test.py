@@ -1,11 +1,12 @@
 """`lockstep verify --self-test`: tests the proofs themselves, with the faults that they should catch.
 
-Each fault is injected into the running stage. Then the trainer takes steps. If a step has no reason to stop, the check of
-`lockstep verify` that the fault names runs next. A fault that is not caught is a failure of Lockstep. So is a fault that ends in
-another error than that of a proof: the error stands in its row, and the next faults are injected all the same.
+Each fault is injected into the running stage. Then the trainer takes steps. If a step has no reason to stop, the
+check of `lockstep verify` that the fault names runs next. A fault that is not caught is a failure of Lockstep. So is
+a fault that ends in another error than that of a proof: the error stands in its row, and the next faults are injected
+all the same.
 
-Many of the faults are then injected into real runs that use their generations in other ways (`WAYS`): several steps per generation,
-or generations ahead. There a fault begins in the middle of the run.
+Many of the faults are then injected into real runs that use their generations in other ways (`WAYS`): several steps
+per generation, or generations ahead. There a fault begins in the middle of the run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lockstep.extras.verify.logprob_checks import many_draws
 from lockstep.extras.verify.run_checks import CHECKS, restore
 from lockstep.extras.verify.stage import Stage
 from lockstep.files import replace_text
-from lockstep.report.terminal import Terminal
+from lockstep.terminal import Terminal
 from lockstep.watch.gap import PooledGap
 
 FAULTS = (

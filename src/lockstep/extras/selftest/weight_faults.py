@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import linear
 
 import lockstep.run.source as source_module
-import lockstep.sync.push as push_module
 import lockstep.watch.modules as probe_module
+import lockstep.weights.push as push_module
 from lockstep.contract.protocol import WeightReceiver
 from lockstep.contract.tensors import Begun, LoadedWeights, TensorSpec
 from lockstep.extras.selftest.seams import (
@@ -26,11 +26,11 @@ from lockstep.extras.selftest.seams import (
     weights_now,
 )
 from lockstep.extras.verify.stage import Stage
-from lockstep.models.checkpoint_names import expert_names
+from lockstep.models.parameters import expert_names
 from lockstep.shards.model import ShardedModel
-from lockstep.sync.push import SyncRecord
-from lockstep.sync.source import PlainSource, Update
-from lockstep.sync.wire.deltas import NO_CHANGES, Piece, apply_changes, changes_between, part_of
+from lockstep.weights.push import SyncRecord
+from lockstep.weights.source import PlainSource, Update
+from lockstep.weights.wire.stream import NO_CHANGES, Piece, apply_changes, changes_between, part_of
 
 
 def _never_arrived(stage: Stage) -> Patch:

@@ -18,12 +18,12 @@ from lockstep.contract.inbox import check_answers
 from lockstep.contract.protocol import Completion, Engine, GenerationRequest, RequestKey, request_seed
 from lockstep.contract.sampling import Sampling
 from lockstep.images.pictures import PromptPictures
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.rollouts.recovery import Recovery
-from lockstep.sync.push import SleepingEngine, let_sleep
 from lockstep.tokens.arrays import Ids
 from lockstep.watch.push import ProvenPusher, PushProof
 from lockstep.watch.samples import check_samples
+from lockstep.weights.push import SleepingEngine, let_sleep
 
 
 class ProvenEngine:

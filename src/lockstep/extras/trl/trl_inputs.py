@@ -1,9 +1,9 @@
 """What TRL's trainers pass to their generation object: parameters that are checked, and images that become pictures.
 
-Parameters, models and kinds of training that the engines here do not support are refused by name. The checks are pure functions of
-each rank's own arguments. TRL's processor has already put each image's ids into the prompt. Each rank runs that processor's image
-processor over its images, and sends the pixels to the rank with the engine, each picture once. The engine then computes with the
-pixels that the trainer computes with.
+Parameters, models and kinds of training that the engines here do not support are refused by name. The checks are pure
+functions of each rank's own arguments. TRL's processor has already put each image's ids into the prompt. Each rank
+runs that processor's image processor over its images, and sends the pixels to the rank with the engine, each picture
+once. The engine then computes with the pixels that the trainer computes with.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lockstep.contract.grammars import check_grammar
-from lockstep.contract.sampling import Grammar, Sampling
-from lockstep.engines.http.server_calls import server_urls
+from lockstep.contract.sampling import Grammar, Sampling, check_grammar
+from lockstep.engines.servers.calls import server_urls
 from lockstep.engines.vllm.arguments import MODEL_IMPLEMENTATIONS, NEUTRAL_SAMPLING
 from lockstep.errors import InputError, LockstepError
 from lockstep.images.pictures import Picture, PromptPictures
 from lockstep.images.prompts import ImagePrompts
 from lockstep.models.adapters import causal_model, is_adapted
-from lockstep.models.vision import FAMILIES, reads_pictures
-from lockstep.rollouts.across_ranks.pictures_wire import picture_from_wire, picture_to_wire
-from lockstep.sync.push import weights_of
+from lockstep.models.policy import FAMILIES, reads_pictures
+from lockstep.rollouts.wire import picture_from_wire, picture_to_wire
 from lockstep.tokens.arrays import Ids, whole_numbers
-from lockstep.tokens.end import end_ids
+from lockstep.tokens.chat import end_ids
+from lockstep.weights.push import weights_of
 
 # The ids of one prompt, with the pictures that are in them.
 Shown = tuple[Ids, PromptPictures | None]

@@ -5,10 +5,10 @@
 
     trl.trainer.grpo_trainer.VLLMGeneration = LockstepGeneration
 
-before the trainer is made with `use_vllm=True`. TRL's trainer gives prompts as token ids, and its model. They go to the engine
-through `rollouts/across_ranks/ranks.py` and `proven_engine.py`. With several ranks, TRL's tool loop is refused: the
-ranks leave it after different numbers of calls, and a call needs all ranks. A LoRA adapter is sent merged, and the model itself is
-only read. Options of TRL that no engine here supports are refused by name.
+before the trainer is made with `use_vllm=True`. TRL's trainer gives prompts as token ids, and its model. They go to
+the engine through `rollouts/ranks.py` and `proven_engine.py`. With several ranks, TRL's tool loop is refused: the
+ranks leave it after different numbers of calls, and a call needs all ranks. A LoRA adapter is sent merged, and the
+model itself is only read. Options of TRL that no engine here supports are refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from lockstep.connection import connect
 from lockstep.contract.protocol import Completion, Engine, RequestKey
 from lockstep.engines.vllm.arguments import usual_sequences
-from lockstep.engines.vllm.workers.start import vllm_installed
+from lockstep.engines.vllm.start import vllm_installed
 from lockstep.errors import InputError
 from lockstep.extras.trl.proven_engine import ProvenEngine
 from lockstep.extras.trl.trl_inputs import (
@@ -39,9 +39,9 @@ from lockstep.extras.trl.trl_inputs import (
     warn_of_other_scores,
 )
 from lockstep.models.adapters import causal_model
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.models.resolve import resolve_model
-from lockstep.rollouts.across_ranks.ranks import Ranks
+from lockstep.rollouts.ranks import Ranks
 from lockstep.run.engine import (
     check_beside_ranks,
     check_directory,
@@ -50,9 +50,9 @@ from lockstep.run.engine import (
     start_here,
     transport_here,
 )
-from lockstep.run.trainers.setup.arguments import context_within
+from lockstep.run.trainers.checks import context_within
 from lockstep.tokens.arrays import Ids, Reals
-from lockstep.tokens.tokenizer import fit_vocabulary, guard_tokenizer
+from lockstep.tokens.chat import fit_vocabulary, guard_tokenizer
 from lockstep.watch.push import PushProof
 
 # A call can lose its engine at most four times. Each time it may push, generate and wait, for one time limit each.

@@ -1,7 +1,7 @@
 """Proofs about what the engine reads and holds.
 
-Tokens: tokenizer, vocabulary, chat template, echo, finish reasons, groups, repetition. Weights: a real sync, the module probe layer
-by layer, caches, versions.
+Tokens: tokenizer, vocabulary, chat template, echo, finish reasons, groups, repetition. Weights: a real sync, the
+module probe layer by layer, caches, versions.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from lockstep.extras.verify.stage import Stage
 from lockstep.rollouts.group import Prompt
 from lockstep.run.engine import shake_hands
 from lockstep.tokens.arrays import whole_numbers
-from lockstep.tokens.chat import render_prompt
-from lockstep.tokens.end import end_ids
-from lockstep.tokens.tokenizer import embedding_rows
-from lockstep.watch.canary import score_canary
+from lockstep.tokens.chat import embedding_rows, end_ids, render_prompt
 from lockstep.watch.gap import GapStats
+from lockstep.watch.push import score_canary
 from lockstep.watch.tolerances import Tolerance
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
-from lockstep.report.judged_gap import (
+from lockstep.report.page.run_record import (
     MEANS,
     alone_above,
     closest,

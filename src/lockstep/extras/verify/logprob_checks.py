@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from lockstep.config.run import OnlineConfig
+from lockstep.config.sampling import sampling_of
 from lockstep.contract.distribution import Distribution
 from lockstep.contract.protocol import Completion
 from lockstep.contract.sampling import Sampling
@@ -24,34 +26,29 @@ from lockstep.extras.fp8.quantised_proof import whole_inputs
 from lockstep.extras.fp8.quantised_push import QuantisedPush
 from lockstep.extras.verify.rows import Row, gap_row
 from lockstep.extras.verify.stage import Stage
-from lockstep.models.autocast import Precision
+from lockstep.learn.events import Evidence
+from lockstep.learn.generation import prepare_generation, score_all, sequences_of
+from lockstep.learn.methods.grpo import GRPOConfig, GRPOObjective
+from lockstep.learn.pack import Pack
+from lockstep.learn.scoring import TokenScores
+from lockstep.learn.sequence import TrainingSequence
+from lockstep.learn.update import Policy, UpdateSums, learn
+from lockstep.models.arithmetic import Precision
 from lockstep.report.phases import PhaseClock
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Rollout, RolloutGroup
-from lockstep.tokens.end import end_ids
-from lockstep.training.batch.pack import Pack
-from lockstep.training.batch.sequence import TrainingSequence
-from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.config.sampling import sampling_of
-from lockstep.training.events import Evidence
-from lockstep.training.forward.scoring import TokenScores
-from lockstep.training.methods.grpo import GRPOObjective
-from lockstep.training.methods.grpo_config import GRPOConfig
-from lockstep.training.step.generation import prepare_generation, sequences_of
-from lockstep.training.step.score_all import score_all
-from lockstep.training.step.update import Policy, learn
-from lockstep.training.step.update_sums import UpdateSums
+from lockstep.tokens.chat import end_ids
+from lockstep.watch.custody import Record
 from lockstep.watch.draws import FALSE_ALARM, DrawEvidence
 from lockstep.watch.evidence import TokenEvidence
 from lockstep.watch.gap import GapStats, PooledGap, measure_gap
 from lockstep.watch.kept_sets import KeptSetProof, KeptToken
-from lockstep.watch.rescoring import completion_logps, logit_chunks
+from lockstep.watch.plain_forward import completion_logps, logit_chunks
 from lockstep.watch.tolerances import Tolerance, tolerance
-from lockstep.watch.turns import Record
 
 
 class Unwatched:
-    """The events of `training/events.py` that a loss and its backward have. The sums are those of a run, and nobody judges them."""
+    """The events of `learn/events.py` that a loss and its backward have. The sums are those of a run, and nobody judges them."""
 
     def evidence(self) -> TokenEvidence:
         return TokenEvidence()

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.files import replace_text
-from lockstep.report.terminal import Terminal
+from lockstep.terminal import Terminal
 from lockstep.watch.gap import GapStats, bounds, over_limits
 from lockstep.watch.tolerances import Tolerance
 

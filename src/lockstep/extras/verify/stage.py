@@ -1,7 +1,7 @@
 """The user's model, engine and settings as a training run with a few prompts. The proofs of `lockstep verify` run on it.
 
-It is a real `GRPOTrainer` with a real engine. Therefore the proofs test the same code that trains. Nothing is learned. Instead
-of an optimizer step, the stage changes the weights by small random amounts and restores them later.
+It is a real `GRPOTrainer` with a real engine. Therefore the proofs test the same code that trains. Nothing is
+learned. Instead of an optimizer step, the stage changes the weights by small random amounts and restores them later.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ from lockstep.contract.sampling import Sampling
 from lockstep.errors import InputError
 from lockstep.extras.verify.sizes import SIZES
 from lockstep.files import temporary_folder
+from lockstep.learn.methods.grpo import GRPOConfig
 from lockstep.model_files import load_files
-from lockstep.models.autocast import Precision
+from lockstep.models.arithmetic import Precision
 from lockstep.models.resolve import resolve_model
 from lockstep.rollouts.driver import collect
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.run.evaluation import evaluate
-from lockstep.run.trainers.grpo import GRPOTrainer
-from lockstep.run.trainers.hooks.run_files import RunFiles
+from lockstep.run.data.prompts import MicroBatch
+from lockstep.run.trainers.evaluation import evaluate
+from lockstep.run.trainers.methods import GRPOTrainer
+from lockstep.run.trainers.run_files import RunFiles
 from lockstep.tokens.arrays import Ids, whole_numbers
-from lockstep.tokens.end import end_ids
-from lockstep.tokens.tokenizer import load_tokenizer
-from lockstep.training.data.prompt_order import MicroBatch
-from lockstep.training.methods.grpo_config import GRPOConfig
+from lockstep.tokens.chat import end_ids, load_tokenizer
+from lockstep.watch.custody import Record
 from lockstep.watch.gap import GapStats, measure_gap
 from lockstep.watch.inputs import data_digest
 from lockstep.watch.modules import ProbeRecord
-from lockstep.watch.rescoring import completion_logps
+from lockstep.watch.plain_forward import completion_logps
 from lockstep.watch.tolerances import tolerance
-from lockstep.watch.turns import Record
 
 _SCALES = (0.05, 0.1, 0.2, 0.4, 0.8)
 _QUESTIONS = (

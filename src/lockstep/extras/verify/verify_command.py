@@ -8,17 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.fields.adapter import AdaptedRunArguments
-from lockstep.cli.fields.arguments import build, read, resolved, said_of
-from lockstep.cli.fields.description import underscored
-from lockstep.cli.fields.inputs import check_model
-from lockstep.cli.process.library_log import libraries_aside
-from lockstep.cli.process.quiet import quiet_libraries
+from lockstep.cli.fields import AdaptedRunArguments, build, check_model, read, resolved, said_of
+from lockstep.cli.help import underscored
+from lockstep.cli.output import libraries_aside, quiet_libraries
+from lockstep.config.option import option
 from lockstep.errors import InputError, ProofError
 from lockstep.extras.verify.sizes import SIZES
-from lockstep.report.busy import busy, watched_by
-from lockstep.report.say import complain, say
-from lockstep.training.config.option import option
+from lockstep.progress import busy, watched_by
+from lockstep.safe_text import complain, say
 
 if TYPE_CHECKING:
     # It needs torch.
@@ -70,7 +67,7 @@ def run(words: list[str]) -> int:
             say(explain_run(Path(asked.explain)))
             return 0
         _check_asked(asked, given.values)
-    from lockstep.report.status import StatusLine
+    from lockstep.progress import StatusLine
 
     with watched_by(StatusLine()), busy("loading PyTorch and transformers"):
         quiet_libraries()
@@ -131,7 +128,7 @@ def _verify(arguments: VerifyArguments, config: Any, config_with: Callable[[Mapp
     from lockstep.extras.verify.run_checks import CHECKS, PICTURE_CHECKS, failed_row, recover, run_checks
     from lockstep.extras.verify.stage import open_stage
     from lockstep.models.resolve import resolve_model
-    from lockstep.report.terminal import Terminal
+    from lockstep.terminal import Terminal
 
     name = arguments.model or arguments.model_name_or_path
     assert name is not None
@@ -217,9 +214,8 @@ def _picture_stage(arguments: VerifyArguments, config: Any, stack: ExitStack) ->
 
     from lockstep.extras.verify.stage import open_stage
     from lockstep.model_files import load_files
-    from lockstep.models.policy import BAD_FILES
+    from lockstep.models.policy import BAD_FILES, reads_pictures
     from lockstep.models.resolve import resolve_model
-    from lockstep.models.vision import reads_pictures
 
     name = arguments.model or arguments.model_name_or_path
     assert name is not None
@@ -308,7 +304,7 @@ def _prompts(arguments: VerifyArguments) -> Any | None:
     """The user's own training prompts; None if no data set is named."""
     if arguments.dataset_name is None:
         return None
-    from lockstep.cli.fields.data import data_of
+    from lockstep.cli.fields import data_of
 
     data = data_of(arguments)
     if len(data.train) == 0:
@@ -321,8 +317,8 @@ def _progress(steps: int) -> Iterator[Callable[[str], None]]:
     """Show a progress bar if standard error is a terminal, else plain lines, also while one check takes long."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from lockstep.report.status import StatusLine
-    from lockstep.report.terminal import Terminal
+    from lockstep.progress import StatusLine
+    from lockstep.terminal import Terminal
 
     console = Terminal(stderr=True)
     if not console.is_terminal:

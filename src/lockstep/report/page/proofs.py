@@ -7,7 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lockstep.errors import PROOFS_PAGE
-from lockstep.report.judged_gap import (
+from lockstep.report.page.drawing import DRAWS_LIMIT, number
+from lockstep.report.page.markup import NOTHING, Html, html, together
+from lockstep.report.page.run_record import (
+    Line,
+    RunRecord,
     alone_above,
     closest,
     judged_means,
@@ -16,10 +20,6 @@ from lockstep.report.judged_gap import (
     steps_alone,
     waiting_tokens,
 )
-from lockstep.report.page.charts import DRAWS_LIMIT
-from lockstep.report.page.markup import NOTHING, Html, html, together
-from lockstep.report.page.run_record import Line, RunRecord
-from lockstep.report.page.svg import number
 
 
 class Measured(NamedTuple):

@@ -1,7 +1,7 @@
 """The style sheet of reports: light and dark, for phones and desktops. It loads nothing."""
 
-from lockstep.report.page.pictures import STYLE as PICTURES
-from lockstep.report.page.svg import COLORS
+from lockstep.report.page.drawing import COLORS
+from lockstep.report.page.rollouts import STYLE as PICTURES
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fbfbfa; --card: #ffffff; --ink: #1c1d1f; --dim: #62666d; --edge: #dedfe2;

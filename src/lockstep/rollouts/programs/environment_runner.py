@@ -1,8 +1,8 @@
 """The program of an environment's own process: makes the object, then answers calls of its methods, one line of JSON each.
 
-`rollouts/programs/environment_process.py` starts it by its path. It imports nothing of Lockstep, so that it runs
-in any Python.
-What the environment prints goes to standard error. The program ends when its standard input ends, also in the middle of a call.
+`rollouts/programs/environments.py` starts it by its path. It imports nothing of Lockstep, so that it runs in any
+Python. What the environment prints goes to standard error. The program ends when its standard input ends, also in the
+middle of a call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rollouts that a user's own function makes: TRL's `rollout_func(prompts, trainer)`.
 
-The function gets the prompts of a generation, each once per rollout, and returns columns with one row per rollout, in the order of
-the prompts. This module checks the columns and makes rollout groups of them. The log-probs are then proven like those of every
-other rollout: by the parity gap.
+The function gets the prompts of a generation, each once per rollout, and returns columns with one row per rollout, in
+the order of the prompts. This module checks the columns and makes rollout groups of them. The log-probs are then
+proven like those of every other rollout: by the parity gap.
 
 | column | |
 |---|---|
@@ -28,8 +28,7 @@ from lockstep.errors import InputError, ProofError
 from lockstep.images.pictures import PromptPictures
 from lockstep.images.prompts import ImagePrompts
 from lockstep.rollouts.conversation import Decode
-from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup
-from lockstep.rollouts.seal import seal_of
+from lockstep.rollouts.group import Prompt, Rollout, RolloutGroup, seal_of
 from lockstep.tokens.arrays import BadValues, Flags, Ids, Reals, flags, joined, reals, whole_numbers
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")

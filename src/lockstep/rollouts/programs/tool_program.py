@@ -1,9 +1,9 @@
 """The program of a rollout with tools or an environment: turns, and what answers them, until nothing answers a turn.
 
-The driver runs it once per rollout (`rollouts/driver.py`). It samples a turn, reads the tool calls from the turn's ids, runs them,
-and inserts the ids of their results (`tokens/conversation/extension.py`). An environment may answer a turn without a call with a
-message of the user. Where the chat template shows earlier turns differently from then on, it starts a branch. It leaves in
-`Conversation.notes`:
+The driver runs it once per rollout (`rollouts/driver.py`). It samples a turn, reads the tool calls from the turn's
+ids, runs them, and inserts the ids of their results (`tokens/extension.py`). An environment may answer a turn without
+a call with a message of the user. Where the chat template shows earlier turns differently from then on, it starts a
+branch. It leaves in `Conversation.notes`:
 
 | note | what it is |
 |---|---|
@@ -31,13 +31,12 @@ from lockstep.images.prompts import ImagePrompts
 from lockstep.images.reading import with_data_urls
 from lockstep.rollouts.conversation import Conversation, OutOfRoom, Turn
 from lockstep.rollouts.group import Rollout
-from lockstep.rollouts.programs.content import Content
 from lockstep.rollouts.programs.environments import Environment, EnvironmentFailed, Environments
-from lockstep.rollouts.programs.tools import Tool, ToolCalls, ToolResult, failed_call
+from lockstep.rollouts.programs.tools import Content, Tool, ToolCalls, ToolResult, failed_call
 from lockstep.tokens import chat as template
 from lockstep.tokens.arrays import Ids, joined
-from lockstep.tokens.conversation.extension import Branch, Extension, Message, ParsedTurn
-from lockstep.tokens.picture_ids import pictures_in
+from lockstep.tokens.chat import pictures_in
+from lockstep.tokens.extension import Branch, Extension, Message, ParsedTurn
 
 # One rollout in this many is rendered again.
 _CHECKED = 4

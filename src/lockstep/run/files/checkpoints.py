@@ -1,23 +1,56 @@
-"""Makes sure that a checkpoint is either complete or absent, and resets a run directory to one of its checkpoints.
+"""Checkpoints of a run: when they are written, what is in them, and what surrounds the one that a run continues from.
+
+Makes sure that a checkpoint is either complete or absent, and resets a run directory to one of its checkpoints.
 
 The trainer saves the checkpoints. A run that is started again in the same directory reads them.
+
+Saves checkpoints only after steps from which a run can be resumed exactly: after the last step of a generation, after
+a log.
+
+`transformers.Trainer` calls the callback. Checkpoints contain neither rollouts nor the sums of the next log. So a run
+that is resumed from another step would give different results.
+
+The state that a method keeps between steps in addition to the policy, and its files in a checkpoint.
+
+The trainer saves this state in its checkpoints. A resumed run loads it, and must then give bitwise the same results
+as a run without a break. If a checkpoint lacks a file that the method needs, loading raises an error, because the
+results would differ.
+
+Checks what surrounds the checkpoint from which a run continues: its receipt and its metrics.
+
+It is done before anything is changed or loaded.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
+from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from lockstep.config.run import OnlineConfig
 from lockstep.errors import InputError, writing
-from lockstep.files import free_name, publish_folder, replace_text, replacing, set_aside, sync_folder
-from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SETTINGS, SHOWN
-from lockstep.watch.receipt import RECEIPT, lines_up_to, read_log
-from lockstep.watch.resume import TRAINER_STATE
+from lockstep.files import as_json, free_name, publish_folder, replace_text, replacing, set_aside, sync_folder
+from lockstep.learn.methods.objective import Objective
+from lockstep.learn.policy import FILE as REFERENCE
+from lockstep.learn.policy import Reference
+from lockstep.report.page.run_record import ABOUT, AFTER, BEFORE, END, METRICS, REPORT, SETTINGS, SHOWN, read_lines
+from lockstep.run.data.prompts import PromptOrder
+from lockstep.run.files.identity import Changes
+from lockstep.watch.receipt import DIGESTS, RECEIPT, check_chain, lines_up_to, read_log
+from lockstep.watch.resume import TRAINER_STATE, check_sealed
 
 _logger = logging.getLogger(__name__)
 
@@ -258,3 +291,252 @@ def _is_complete(checkpoint: Path) -> bool:
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         # The file is missing, is not text, is not JSON, or is JSON with other content.
         return False
+
+
+class ResumableSaves(TrainerCallback):
+    """Rounds `save_steps` up to a multiple of the steps per generation, and writes a log before every checkpoint.
+
+    The last checkpoint of a run may be inside a generation, because it holds the final weights. Then there is one more where the
+    last whole generation ends, from which a run can go on.
+
+    Args:
+        config: the run's configuration.
+        owner: whether this process prints the message about a changed `save_steps`.
+    """
+
+    def __init__(self, config: OnlineConfig, *, owner: bool) -> None:
+        self._steps, self._owner = config.optimizer_steps_per_generation, owner
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Computed again, because a state from a checkpoint has the intervals of the run that wrote it.
+        state.compute_steps(args, state.max_steps)
+        regular = args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
+        if regular and state.max_steps % self._steps and self._owner:
+            _logger.info(
+                f"the run ends at step {state.max_steps}, inside a generation of {self._steps} steps; its last "
+                f"checkpoint has the final weights, and a run can go on from the one of step {self._last_whole(state)}"
+            )
+        if args.save_strategy != SaveStrategy.STEPS or state.save_steps <= 0:
+            return
+        wanted = int(state.save_steps)
+        state.save_steps = math.ceil(wanted / self._steps) * self._steps
+        if state.save_steps != wanted and self._owner:
+            _logger.info(
+                f"save_steps={args.save_steps:g} is a checkpoint every {wanted} steps, which can fall inside a "
+                f"generation of {self._steps}, where no run can be resumed exactly; there is one every {state.save_steps} instead"
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (
+            args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
+            and state.max_steps % self._steps
+            and state.global_step == self._last_whole(state)
+        ):
+            control.should_save = True
+        # Also at the end. Otherwise the steps after the last multiple of logging_steps would never be logged.
+        if control.should_training_stop or self._may_save(args, control):
+            control.should_log = args.logging_strategy != IntervalStrategy.NO or control.should_log
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # With `save_strategy: epoch` the checkpoint is asked for here.
+        if self._may_save(args, control) and args.logging_strategy != IntervalStrategy.NO:
+            control.should_log = True
+
+    @staticmethod
+    def _may_save(args: Any, control: Any) -> bool:
+        # With `save_strategy: best` the evaluation decides, after the log.
+        return control.should_save or (args.save_strategy == SaveStrategy.BEST and control.should_evaluate)
+
+    def _last_whole(self, state: Any) -> int:
+        """The step at which the last whole generation of the run ends."""
+        return state.max_steps // self._steps * self._steps
+
+
+CRITIC, OBJECTIVE, PROMPTS = "value_head.safetensors", "objective.json", "prompts.json"
+CHANGES = "changes.json"
+
+
+@dataclass(frozen=True, slots=True)
+class MethodState:
+    """The parts of the state that the base class does not save.
+
+    Attributes:
+        moving_reference: the reference model, if it follows the policy; else None. A fixed reference model is not saved, because
+            a resumed run creates it again.
+        critic: the value head; None if there is none.
+        changes: what the user has changed at the trainer.
+    """
+
+    objective: Objective
+    moving_reference: Reference | None
+    critic: torch.nn.Module | None
+    order: PromptOrder
+    changes: Changes
+
+    def save(self, folder: Path) -> None:
+        """Write the state into a checkpoint, before the base class saves: its last file marks the checkpoint as complete."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if state := self.objective.state():
+            replace_text(folder / OBJECTIVE, json.dumps(state))
+        if solved := self.order.state():
+            replace_text(folder / PROMPTS, json.dumps(solved))
+        if changed := self.changes.state():
+            replace_text(folder / CHANGES, json.dumps(changed))
+        if self.critic is not None:
+            save_file(self.critic.state_dict(), folder / CRITIC)
+        if self.moving_reference is not None:
+            self.moving_reference.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Load the state from a checkpoint.
+
+        Raises:
+            InputError: the checkpoint lacks a file.
+        """
+        if self.objective.state():
+            self.objective.load_state(
+                json.loads(_there(folder / OBJECTIVE, "the method's state").read_text(encoding="utf-8"))
+            )
+        if self.order.state():
+            self.order.load_state(
+                json.loads(_there(folder / PROMPTS, "the prompts that are solved").read_text(encoding="utf-8"))
+            )
+        if (changed := folder / CHANGES).is_file():
+            self.changes.load_state(json.loads(changed.read_text(encoding="utf-8")))
+        if self.critic is not None:
+            self.critic.load_state_dict(load_file(_there(folder / CRITIC, "the value head")))
+        if self.moving_reference is not None:
+            _there(folder / REFERENCE, "the reference model, which follows the policy")
+            self.moving_reference.load(folder)
+
+
+def _there(path: Path, what: str) -> Path:
+    if not path.is_file():
+        raise InputError(
+            f"checkpoint {path.parent} has no {path.name} ({what}): it is of a run with another method or other settings, or was "
+            "copied in part; resume from one that has the file, or start from the beginning"
+        )
+    return path
+
+
+def check_checkpoint(checkpoint: Path, step: int, receipt: Path) -> dict[str, Any]:
+    """Refuse to go on from a checkpoint that is not as the run wrote it, or whose receipt does not name it.
+
+    Args:
+        step: the checkpoint's optimizer step.
+        receipt: the run's receipt, or the copy of it in the checkpoint.
+
+    Returns:
+        The last `start` line before the checkpoint's own. It has the inputs of the steps up to the checkpoint.
+
+    Raises:
+        InputError: the receipt is missing, empty, cut or changed; a file of the checkpoint is missing, changed, or foreign; or the
+            checkpoint holds only the model. The message has the remedy that loses the least.
+    """
+    what = f"the run in {checkpoint.parent} cannot go on: "
+    if not any((checkpoint / name).exists() for name in (DIGESTS, "optimizer.pt")):
+        raise InputError(
+            f"{what}{checkpoint.name} holds only the model (save_only_model), and no optimizer state. Nothing was changed. Give "
+            "the checkpoint as the model of a new run, with another output_dir"
+        )
+    try:
+        return _checked(checkpoint, step, receipt)
+    except InputError as error:
+        raise InputError(f"{what}{error}. Nothing was changed. {_remedy(checkpoint, step, receipt)}") from error
+
+
+def _checked(checkpoint: Path, step: int, receipt: Path) -> dict[str, Any]:
+    kept = lines_up_to(_lines(receipt), step)
+    check_chain(kept)
+    entries = [json.loads(line) for line in kept]
+    before = _before_checkpoint(entries, step)
+    if before is None:
+        raise InputError(f"{RECEIPT} does not reach {checkpoint.name}: lines were removed or replaced")
+    check_sealed(checkpoint, entries[len(before)]["digests"])
+    # A start after it is of an attempt that was refused or killed before it had a checkpoint of its own.
+    return next(entry for entry in reversed(before) if entry["kind"] == "start")
+
+
+def _remedy(checkpoint: Path, step: int, receipt: Path) -> str:
+    """What the user can do about a checkpoint that is refused, so that the least is lost."""
+    copy = checkpoint / RECEIPT
+    if copy != receipt and _is_whole(checkpoint, step, copy):
+        return f"The checkpoint has a copy of the receipt: cp {quote(str(copy))} {quote(str(receipt))}"
+    for earlier in reversed(complete_checkpoints(checkpoint.parent)):
+        number = checkpoint_step(earlier)
+        if number < step and _is_whole(earlier, number, receipt):
+            aside = free_name(checkpoint.with_name(f"damaged-{checkpoint.name}"))
+            return (
+                f"Put a good copy back, or move it away to go on from {earlier.name}: "
+                f"mv {quote(str(checkpoint))} {quote(str(aside))}"
+            )
+    return (
+        "No earlier checkpoint is whole. Put a good copy back, or give another output_dir to start from the beginning"
+    )
+
+
+def _is_whole(checkpoint: Path, step: int, receipt: Path) -> bool:
+    try:
+        _checked(checkpoint, step, receipt)
+    except (InputError, OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def optimizer_lines(receipt: Path, step: int) -> list[dict[str, Any]]:
+    """The lines of a receipt that say what was changed in the optimizer, up to the checkpoint of a step.
+
+    Changes that were written after the checkpoint are not in it.
+    """
+    entries = [json.loads(line) for line in lines_up_to(read_log(receipt), step)]
+    return [entry for entry in _before_checkpoint(entries, step) or () if entry["kind"] in ("start", "optimizer")]
+
+
+def _before_checkpoint(entries: list[dict[str, Any]], step: int) -> list[dict[str, Any]] | None:
+    """The entries of a receipt before the line of a step's checkpoint; None if it has no such line."""
+    ends = [i for i, entry in enumerate(entries) if entry["kind"] == "checkpoint" and entry["step"] == step]
+    return entries[: ends[-1]] if ends else None
+
+
+def restore_metrics(folder: Path, checkpoint: Path, step: int) -> None:
+    """Write `metrics.jsonl` again if its lines up to the checkpoint are not those that the run has logged.
+
+    The checkpoint's trainer state has the same lines, and its digest is in the receipt. A file that differs is kept beside
+    the new one, and the user is told. Lines may have more entries, which a callback of the user's has added.
+    """
+    history = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8")).get("log_history", [])
+    wanted = [{"step": entry["step"], **entry} for entry in history if is_metric(entry)]
+    path = folder / METRICS
+    found = [entry for entry in read_lines(path) if _step(entry) <= step]
+    if len(found) == len(wanted) and all(map(_has, found, wanted)):
+        return
+    if os.path.lexists(path):
+        set_aside(path, f"is not what the run has logged up to {checkpoint.name}")
+    replace_text(path, "".join(as_json(entry) + "\n" for entry in wanted))
+    _logger.info(f"{METRICS} was restored from {checkpoint.name}")
+
+
+def is_metric(entry: Mapping[str, Any]) -> bool:
+    """Whether a log of the trainer is a line of `metrics.jsonl`: of a step, or of an evaluation between steps."""
+    return "loss" in entry or any(name.startswith("eval_") for name in entry)
+
+
+def _has(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    # An earlier version wrote NaN where null is now.
+    return as_json({name: found.get(name) for name in wanted}) == as_json(wanted)
+
+
+def _step(entry: Mapping[str, Any]) -> int:
+    step = entry.get("step")
+    # A line without a step is none of ours. It counts as a difference.
+    return step if isinstance(step, int) else -1
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = read_log(path)
+    except OSError as error:
+        raise InputError(f"{path.name} of {path.parent.name} cannot be read ({error.strerror})") from error
+    if not lines:
+        raise InputError(f"{path.name} of {path.parent.name} is empty")
+    return lines

@@ -1,12 +1,19 @@
-"""Evaluates a trainer's policy by sampling: on its evaluation sets, or on other rows.
+"""Evaluations: push, sample, score and prove, on evaluation sets or on other rows.
 
-The prompts come from `training/data/`, and the rollouts from the loop.
+Evaluates a trainer's policy by sampling: on its evaluation sets, or on other rows.
+
+The prompts come from `run/data/`, and the rollouts from the loop.
+
+One evaluation: push, sample, score and prove, as for a generation of training. Nothing is learned.
+
+The prompts are those of an evaluation set. The result has scored groups, the method's loss on them, and the figures of
+their proof.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,20 +22,43 @@ from datasets import Dataset
 from transformers.trainer_utils import PredictionOutput
 
 from lockstep.errors import InputError
-from lockstep.report.busy import busy
+from lockstep.learn.generation import sequences_of
+from lockstep.learn.loss_alone import loss_alone, needs_scores
+from lockstep.progress import busy
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt, RolloutGroup
-from lockstep.run.evaluation import evaluate
+from lockstep.rollouts.ranks import Ranks
+from lockstep.run.data.prompts import SINGLE, check_dataset, named_sets, read_sets, with_empty_prompts
 from lockstep.run.loop import TrainingLoop
+from lockstep.run.metrics import evaluation_metrics
 from lockstep.run.source import RolloutSource
-from lockstep.run.trainers.hooks.run_files import RunFiles
-from lockstep.run.trainers.setup.argument_kinds import check_open
+from lockstep.run.trainers.checks import check_open
+from lockstep.run.trainers.run_files import RunFiles
 from lockstep.run.trainers.trl_names import TRLNames
-from lockstep.training.data.prompts import SINGLE, check_dataset, named_sets, read_sets, with_empty_prompts
-from lockstep.training.generate.metrics import evaluation_metrics
 from lockstep.watch.inputs import data_digest
-from lockstep.watch.rewards import count_seen
+from lockstep.watch.rewards import count_seen, drawn_sequences
+
+
+def evaluate(
+    loop: TrainingLoop, prompts: Sequence[Prompt], digest: Callable[[], str]
+) -> tuple[list[RolloutGroup], dict[str, float]]:
+    """Scored rollouts of an evaluation set, by the policy as it is, their loss and the figures of their proof. Every rank calls.
+
+    Args:
+        digest: gives the digest of the set's rows (`data_digest`). The rank that holds the engine calls it.
+
+    Raises:
+        ProofError: trainer and engine do not agree, or other rows were evaluated.
+    """
+    count, version, seed = loop.config.group_size_eval, loop.state().global_step, loop.config.seed
+    groups = loop.rollout_in_parts(prompts, count)
+    every, policy = sequences_of(groups, version), loop.policy()
+    sequences = every if needs_scores(loop.objective) else drawn_sequences(every, version, seed)
+    scored = loop.preparation.scores(policy, sequences)
+    proven = loop.watch.evaluated(groups, prompts, scored, digest, count)
+    learned = loss_alone(loop.preparation, loop.objective, policy, groups, version, every, scored) if every else {}
+    return groups, learned | proven
+
 
 _logger = logging.getLogger(__name__)
 

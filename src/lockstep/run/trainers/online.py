@@ -1,7 +1,7 @@
 """`OnlineTrainer`: the base of the trainers of all methods. It extends `transformers.Trainer` and has TRL's constructor.
 
-It checks the user's arguments, loads the policy, makes the parts of the run, and connects `transformers.Trainer` to the loop in
-`run/loop.py`.
+It checks the user's arguments, loads the policy, makes the parts of the run, and connects `transformers.Trainer` to
+the loop in `run/loop.py`.
 """
 
 from __future__ import annotations
@@ -19,76 +19,76 @@ from accelerate.utils.memory import clear_device_cache
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 
+from lockstep.config.checks import check_installed
+from lockstep.config.contradictions import check_adapter
+from lockstep.config.fields import AgentFunction
+from lockstep.config.run import OnlineConfig
+from lockstep.config.sampling import sampling_of
 from lockstep.contract.protocol import Engine
 from lockstep.definitions.optimizer import optimizer_fields
-from lockstep.definitions.settings import UserSettings, user_settings
+from lockstep.definitions.sampling import UserSettings, user_settings
+from lockstep.devices import marks_of, prepare_cuda
 from lockstep.errors import InputError
+from lockstep.learn.filters import IdRules
+from lockstep.learn.generation import Preparation
+from lockstep.learn.memory import RunModels, check_memory
+from lockstep.learn.methods.objective import Objective
+from lockstep.learn.moving_share import check_steps_move
+from lockstep.learn.policy import Reference, open_policy
+from lockstep.learn.ranks import leave_unwrapped
+from lockstep.learn.scoring import check_scorable
 from lockstep.models.adapters import causal_model
-from lockstep.models.cuda import marks_of, prepare_cuda
-from lockstep.models.liger import check_gpu
-from lockstep.models.shared_memory import refuse_shared_memory
+from lockstep.models.arithmetic import check_gpu
+from lockstep.models.parameters import refuse_shared_memory
 from lockstep.private_caches import use_private_caches
 from lockstep.report.alarms import Alarms
 from lockstep.report.phases import PhaseClock
-from lockstep.rollouts.across_ranks.ranks import Ranks
 from lockstep.rollouts.group import Prompt, RolloutGroup
 from lockstep.rollouts.programs.environments import Factory
 from lockstep.rollouts.programs.rollout_func import Bounds
-from lockstep.rollouts.scores.rewards import Given, ProcessingClasses, Scorer, entries_of, reward_scorer
+from lockstep.rollouts.ranks import Ranks
+from lockstep.rollouts.rewards import Given, ProcessingClasses, Scorer, entries_of, reward_scorer
+from lockstep.run.data.prompts import (
+    SINGLE,
+    GivenData,
+    MicroBatch,
+    PromptLoader,
+    make_loader,
+    order_of,
+    read_data,
+    read_prompts,
+)
+from lockstep.run.data.rehearsal import rehearse_functions
 from lockstep.run.engine import check_engine_arguments, refuse_before_loading
-from lockstep.run.files.changes import Changes
-from lockstep.run.files.completion_log import show_generation
-from lockstep.run.files.lock import locked
-from lockstep.run.files.method_state import MethodState
-from lockstep.run.files.run_clock import CLOCK, clock_of_run
-from lockstep.run.files.run_identity import model_inputs, run_inputs
-from lockstep.run.files.step_log import StepLog
+from lockstep.run.files.checkpoints import MethodState
+from lockstep.run.files.directory import CLOCK, clock_of_run, locked
+from lockstep.run.files.identity import Changes, model_inputs, run_inputs
+from lockstep.run.files.logs import StepLog, show_generation
 from lockstep.run.loop import TrainingLoop
+from lockstep.run.programs import RolloutFunc, RolloutFunction
 from lockstep.run.source import RolloutSource
-from lockstep.run.trainers.evaluation import EvaluatesBySampling
-from lockstep.run.trainers.hooks.callbacks import add_callbacks
-from lockstep.run.trainers.hooks.optimizer import makes_optimizer
-from lockstep.run.trainers.hooks.steps import StepHooks
-from lockstep.run.trainers.hooks.whole_checkpoints import WholeCheckpoints
-from lockstep.run.trainers.setup.argument_kinds import check_kinds, check_open
-from lockstep.run.trainers.setup.arguments import (
+from lockstep.run.trainers.checkpoints import WholeCheckpoints
+from lockstep.run.trainers.checks import (
+    RefusesForeignHooks,
+    check_images,
+    check_kinds,
+    check_open,
     check_reference,
     check_reference_model,
     context_within,
+    image_prompts,
     needs_plain_rows,
+    parts_of_processor,
     refuse_arguments,
     rollout_tools,
     router_coefficient,
-)
-from lockstep.run.trainers.setup.foreign_hooks import RefusesForeignHooks
-from lockstep.run.trainers.setup.images import (
-    check_images,
-    image_prompts,
-    parts_of_processor,
     unsupported_with_images,
 )
-from lockstep.run.trainers.setup.sharding import shard_models
-from lockstep.tokens.clock import TemplateClock
-from lockstep.tokens.end import end_ids
-from lockstep.tokens.tokenizer import embedding_rows
-from lockstep.training.config.built_once import check_adapter
-from lockstep.training.config.checks import check_installed
-from lockstep.training.config.fields.agents import AgentFunction
-from lockstep.training.config.online_config import OnlineConfig
-from lockstep.training.config.sampling import sampling_of
-from lockstep.training.data.prompt_order import MicroBatch, PromptLoader, make_loader, order_of
-from lockstep.training.data.prompts import SINGLE, GivenData, read_data, read_prompts
-from lockstep.training.data.rehearsal import rehearse_functions
-from lockstep.training.forward.filters.id_rules import IdRules
-from lockstep.training.forward.policy import open_policy
-from lockstep.training.forward.reference import Reference
-from lockstep.training.forward.scoring import check_scorable
-from lockstep.training.generate.rollouts.function import RolloutFunc, RolloutFunction
-from lockstep.training.memory import RunModels, check_memory
-from lockstep.training.methods.objective import Objective
-from lockstep.training.step.distributed import leave_unwrapped
-from lockstep.training.step.generation import Preparation
-from lockstep.training.step.moving_share import check_steps_move
+from lockstep.run.trainers.evaluation import EvaluatesBySampling
+from lockstep.run.trainers.hooks import StepHooks, add_callbacks
+from lockstep.run.trainers.optimizer import makes_optimizer
+from lockstep.run.trainers.sharding import shard_models
+from lockstep.tokens.chat import TemplateClock, embedding_rows, end_ids
 from lockstep.watch.run import RunWatch
 from lockstep.watch.settings import SettingsProof
 
@@ -105,10 +105,10 @@ class OnlineTrainer(RefusesForeignHooks, EvaluatesBySampling, StepHooks, WholeCh
     """The base of all trainers.
 
     Args:
-        model: name, directory or hub id (see `lockstep.models.resolve`), or a loaded causal language model whose
+        model: name, directory or hub id (see `lockstep.models.policy`), or a loaded causal language model whose
             `config.name_or_path` the engine can load too.
         reward_funcs: one reward function or several, with TRL's convention. A reward model, or its directory or hub id, may stand
-            in place of a function (see `lockstep.rollouts.scores.rewards`).
+            in place of a function (see `lockstep.rollouts.rewards`).
         args: the configuration; default: the method's configuration with its defaults.
         train_dataset: `datasets.Dataset` with a `prompt` column (text or messages); other columns go to the rewards. Of a
             `datasets.IterableDataset` the rows that `max_steps` need are read at once, and used in their order.

@@ -1,13 +1,15 @@
 """Records inside vLLM the ids that its sampler kept for each token. They become the `KeptIds` of our completions.
 
-vLLM 0.32.0 can pass such sets from its model runner to its answers (`return_sampling_mask`), in process and over HTTP. Its second
-model runner, which it uses on GPUs, computes the sets for all requests or for none, and demands a `top_k`. Its first one, which it
-uses on CPUs, does not compute them. This module lets both compute the sets of the requests that ask:
+vLLM 0.32.0 can pass such sets from its model runner to its answers (`return_sampling_mask`), in process and over
+HTTP. Its second model runner, which it uses on GPUs, computes the sets for all requests or for none, and demands a
+`top_k`. Its first one, which it uses on CPUs, does not compute them. This module lets both compute the sets of the
+requests that ask:
 
 - `carry_kept_ids` is called in every process of vLLM. The scheduler then passes the sets on.
 - Our engines call `record_kept_ids` in the workers. It installs a recorder around the sampler of either model runner.
 
-A request asks for its sets with a key of `SamplingParams.extra_args`. For a batch without such requests, nothing is computed.
+A request asks for its sets with a key of `SamplingParams.extra_args`. For a batch without such requests, nothing is
+computed.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ import numpy as np
 import torch
 
 from lockstep.engines.vllm.arguments import BAD_WORDS, MAX_KEPT_IDS
-from lockstep.tokens.arrays import small_ids
-from lockstep.tokens.kept_ids import KeptIds
+from lockstep.tokens.arrays import KeptIds, small_ids
 
 
 class KeptIdsRecorder:

@@ -3,10 +3,10 @@
 vLLM itself loads adapters from files. `load_from_memory` replaces its loader: the worker then takes an adapter from
 the tensors that a trainer has sent, and reads no file. The functions are called through `collective_rpc`.
 
-`CPUKernel` computes LoRA on a CPU: one pair of matrix products for each adapter of a step. It replaces the CPU kernel of vLLM
-0.32.0, which has two defects. It copies the matrices A and B once per token, so that a prompt of a thousand tokens copies them a
-thousand times. If one token of a step has an adapter, it also applies the adapter of the last slot to the tokens that have none
-(fault D6). The probes compute with our kernel too.
+`CPUKernel` computes LoRA on a CPU: one pair of matrix products for each adapter of a step. It replaces the CPU kernel
+of vLLM 0.32.0, which has two defects. It copies the matrices A and B once per token, so that a prompt of a thousand
+tokens copies them a thousand times. If one token of a step has an adapter, it also applies the adapter of the last
+slot to the tokens that have none (fault D6). The probes compute with our kernel too.
 """
 
 from __future__ import annotations

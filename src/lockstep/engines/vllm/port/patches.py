@@ -1,20 +1,22 @@
 """What Lockstep changes in vLLM, beside the sampler (`kept_ids.py`) and adapters (`lora.py`).
 
-- The compiler on a CPU. vLLM 0.32.0 does two things for it even with `enforce_eager`, which take seconds of its start. Its import
-  loads the compiler's table of operations and adds its own operations: `import_without_compiler` prevents this. Its sampler
-  computes the rank of each token, the number of tokens that are at least as probable, with a function that it compiles at its first
-  call, and again for each new kind of input. Lockstep does not use ranks: `count_without_compiling` replaces the function by one of
-  NumPy, which is as fast as the compiled one. PyTorch's own operations would take ten times as long.
-- Model classes of transformers. For some architectures vLLM has no model of its own (Phi, GPT-NeoX, OLMo 2, …). It then makes the
-  model of transformers, and replaces `__init__` and `__call__` of its class, for `torch.compile`. The trainer's model has the same
-  class, so that its calls would fail or skip its hooks. After `own_classes_for_vllm`, vLLM's model has a new class with the
-  replaced methods, and the class of transformers is as before.
-- RMS norms on a CPU. vLLM's default there is about ten of PyTorch's operations for each norm. vLLM has kernels (`_C.rms_norm`,
-  `_C.fused_add_rms_norm`) and uses them on GPUs only. `register_norms` adds them to vLLM's list of implementations (its IR
-  operations). A norm that they do not support is computed by vLLM's default. On processors with AVX-512 and without its BF16
-  instructions, vLLM's kernels cut bits off where they should round; there they compute no bf16.
-- Files of a model whose directory has `[`, `*` or `?` in its name. vLLM 0.32.0 joins the directory and a pattern such as
-  `*.safetensors`, and reads all of it as a pattern. It then finds no files, or those of another directory.
+- The compiler on a CPU. vLLM 0.32.0 does two things for it even with `enforce_eager`, which take seconds of its
+  start. Its import loads the compiler's table of operations and adds its own operations: `import_without_compiler`
+  prevents this. Its sampler computes the rank of each token, the number of tokens that are at least as probable, with
+  a function that it compiles at its first call, and again for each new kind of input. Lockstep does not use ranks:
+  `count_without_compiling` replaces the function by one of NumPy, which is as fast as the compiled one. PyTorch's own
+  operations would take ten times as long.
+- Model classes of transformers. For some architectures vLLM has no model of its own (Phi, GPT-NeoX, OLMo 2, …). It
+  then makes the model of transformers, and replaces `__init__` and `__call__` of its class, for `torch.compile`. The
+  trainer's model has the same class, so that its calls would fail or skip its hooks. After `own_classes_for_vllm`,
+  vLLM's model has a new class with the replaced methods, and the class of transformers is as before.
+- RMS norms on a CPU. vLLM's default there is about ten of PyTorch's operations for each norm. vLLM has kernels
+  (`_C.rms_norm`, `_C.fused_add_rms_norm`) and uses them on GPUs only. `register_norms` adds them to vLLM's list of
+  implementations (its IR operations). A norm that they do not support is computed by vLLM's default. On processors
+  with AVX-512 and without its BF16 instructions, vLLM's kernels cut bits off where they should round; there they
+  compute no bf16.
+- Files of a model whose directory has `[`, `*` or `?` in its name. vLLM 0.32.0 joins the directory and a pattern such
+  as `*.safetensors`, and reads all of it as a pattern. It then finds no files, or those of another directory.
 - Processes: the trainer's process group, threads that end by an error, and the file through which processes meet.
 """
 
@@ -248,7 +250,7 @@ def inspect_classes_here() -> None:
     """Let vLLM inspect a model's class in this process, if this build of PyTorch has no GPU.
 
     vLLM does it in a separate process, so that CUDA is not started too early. On a build for CPUs that process would only import
-    all of vLLM again, without `lockstep.other_builds`.
+    all of vLLM again, without `lockstep.start_up`.
     """
     from vllm.model_executor.models import registry
 

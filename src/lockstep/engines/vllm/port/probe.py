@@ -1,9 +1,9 @@
 """The engine's part of the module probe for vLLM. It runs inside a worker, through `collective_rpc`.
 
-The probe calls a linear module in the same way as vLLM does, whether the module is packed, fused, tied, padded or quantised. It
-does not read `weight`, because `weight` is empty on a CPU after packing. If several workers share the model, each worker answers
-for the modules that it has. The parts of a module that tensor parallelism has split are gathered, in every worker at the same time
-and in the same order.
+The probe calls a linear module in the same way as vLLM does, whether the module is packed, fused, tied, padded or
+quantised. It does not read `weight`, because `weight` is empty on a CPU after packing. If several workers share the
+model, each worker answers for the modules that it has. The parts of a module that tensor parallelism has split are
+gathered, in every worker at the same time and in the same order.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from lockstep.contract.probe import (
     probe_vector,
     sendable,
 )
+from lockstep.devices import sent
 from lockstep.engines.vllm.port.quantised import quantization_of
-from lockstep.to_device import sent
 
 
 def whole_outputs(module: LinearBase) -> int:

@@ -1,12 +1,12 @@
 """The engine's end of a push into vLLM: our weight-transfer backends, one for a single process and one for servers.
 
-A backend runs inside vLLM's worker, and vLLM's factory creates it. vLLM's layer-wise reload copies (and casts) the tensors into the
-engine's layers. The backend records the tensors that were written, and `sync/push.py` compares this acknowledgement with the
-manifest.
+A backend runs inside vLLM's worker, and vLLM's factory creates it. vLLM's layer-wise reload copies (and casts) the
+tensors into the engine's layers. The backend records the tensors that were written, and `weights/push.py` compares
+this acknowledgement with the manifest.
 
-A reload takes less work and memory here than in vLLM itself. vLLM loads a layer into new memory, packs it, and copies the result
-to the layer's old place. Packing does not change an unquantised embedding or head. Therefore its new weight can be written directly
-into its place. Heads that share a weight then share one packed copy.
+A reload takes less work and memory here than in vLLM itself. vLLM loads a layer into new memory, packs it, and copies
+the result to the layer's old place. Packing does not change an unquantised embedding or head. Therefore its new
+weight can be written directly into its place. Heads that share a weight then share one packed copy.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.utils.nccl import unpinned_nccl_env
 
 from lockstep.contract.tensors import Begun, HeldWeights, LoadedWeights, begin_specs, dtype_name, one_push
-from lockstep.sync.source import Update
-from lockstep.sync.wire import cuda_ipc, shared_memory
-from lockstep.sync.wire.chunks import Named, chunks
-from lockstep.sync.wire.deltas import Changes, Piece, ReceivedWeights
-from lockstep.sync.wire.gloo import GLOO, NCCL, Receiver
+from lockstep.weights.source import Update
+from lockstep.weights.wire import cuda_ipc, shared_memory
+from lockstep.weights.wire.network import GLOO, NCCL, Receiver
+from lockstep.weights.wire.stream import Changes, Named, Piece, ReceivedWeights, chunks
 
 # The attribute in which vLLM keeps a module's packed weight on a CPU: a function that multiplies by this weight.
 _PACKED_WEIGHT = "cpu_linear"
@@ -241,7 +240,7 @@ class WireInit(WeightTransferInitInfo):
     """The trainer's segment of shared memory.
 
     Attributes:
-        buffer: a handle of the trainer's buffer on the GPU (`sync/wire/cuda_ipc.py`), if its slot is there.
+        buffer: a handle of the trainer's buffer on the GPU (`weights/wire/cuda_ipc.py`), if its slot is there.
     """
 
     transport: str
@@ -259,10 +258,10 @@ class WireUpdate(WeightTransferUpdateInfo):
         rank: rank of this server's first worker among the `size` ranks of the push (over gloo and NCCL the trainer is one of them).
         push: number of the push, in the segment.
         timeout: seconds to wait for one chunk.
-        secret: the secret of this push over gloo or NCCL (`sync/wire/groups/proof.py`).
+        secret: the secret of this push over gloo or NCCL (`weights/wire/groups.py`).
         base: digest of the weights that the engine must already hold; empty: the tensors are all weights of the model.
         keeps: whether the worker keeps a copy of what it receives. Then later pushes can send only the changed elements.
-        group: name of the group of devices that stays between pushes (`sync/wire/groups/devices.py`).
+        group: name of the group of devices that stays between pushes (`weights/wire/groups.py`).
         digest_key: key of the push's digests, in hex; empty: they are xxh3.
     """
 
@@ -304,7 +303,7 @@ class _LayerwiseTransfer(WeightTransferEngine):
         return "" if self._is_updating or self.acknowledgement.untouched else self.held.digest
 
     def forget_weights(self) -> None:
-        """Forget what the engine holds, because its memory is about to be discarded (`engines/vllm/port/sleep.py`)."""
+        """Forget what the engine holds, because its memory is about to be discarded (`engines/vllm/port/engine.py`)."""
         self.held.forget()
 
     def start_weight_update(self) -> None:
@@ -500,7 +499,7 @@ class StoredNames(TorchDispatchMode):
 
     `load_weights` of vLLM skips tensors for which its model has no place, without an error: for example every bias that its modules
     do not have. The names that it returns are those of its own parameters. Therefore the sent tensors themselves are followed. What
-    is computed from a sent tensor belongs to the tensor's name. `sync/push.py` refuses a push of which a tensor was not stored.
+    is computed from a sent tensor belongs to the tensor's name. `weights/push.py` refuses a push of which a tensor was not stored.
 
     Args:
         arrived: the sent tensors, by name. The caller keeps them alive.

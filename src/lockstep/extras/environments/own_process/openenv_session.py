@@ -1,7 +1,7 @@
 """One session with an OpenEnv server (`extras/environments/openenv.py`). It imports nothing of Lockstep.
 
-The server lists the fields of an action (`GET /schema`). These fields become the parameters of the tool `step`, or one of them
-receives the text of the model's turn.
+The server lists the fields of an action (`GET /schema`). These fields become the parameters of the tool `step`, or
+one of them receives the text of the model's turn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.report.waits import waiting
+from lockstep.progress import waiting
 
 try:
     from openenv.core import GenericEnvClient

@@ -1,8 +1,8 @@
 """Runs rollouts of one environment of verifiers (`extras/environments/verifiers.py`). It imports nothing of Lockstep.
 
-Each line of JSON on standard input is a request for rows or for one rollout. The program answers each request with a line of JSON,
-in any order. Rollouts run concurrently in one event loop, as verifiers runs them. The environment's output goes to standard error.
-The program ends when its standard input ends.
+Each line of JSON on standard input is a request for rows or for one rollout. The program answers each request with a
+line of JSON, in any order. Rollouts run concurrently in one event loop, as verifiers runs them. The environment's
+output goes to standard error. The program ends when its standard input ends.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""The fields of a command line: their help, their checks, and the objects that are made from them."""

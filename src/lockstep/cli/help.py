@@ -1,0 +1,315 @@
+"""The fields of a command without torch: their names, types and help, config files, recipes, and the parser of light commands.
+
+The fields of a command, read without importing torch. Checks their names and types, and makes the text of `--help`.
+
+Comes from: `fields.json`, which is written from the methods' dataclasses. Goes to: the dataclasses of a command line,
+which are made after its check.
+
+Reads a YAML file of fields: each field once, with a value, a list of values or a mapping.
+
+The recipes that come with Lockstep: config files inside the package, which `--recipe NAME` reads.
+
+In a clone, `src/lockstep/recipes` is a link to `recipes/`; the wheel contains the files.
+
+The parser of the commands that have a few arguments and no fields: `serve`, `init`, `compare`, `rollouts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import shutil
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import yaml
+
+import lockstep
+from lockstep.config.option import GROUPS, INSTEAD, OTHERS, refuse_other_value
+from lockstep.errors import InputError, one_line
+
+RECIPES = Path(lockstep.__file__).parent / "recipes"
+
+
+def recipe_names() -> list[str]:
+    """The names of all recipes, in alphabetical order."""
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
+
+
+def recipe_file(name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        InputError: there is no recipe of that name; the message names the recipes.
+    """
+    names = recipe_names()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise InputError(f"no recipe {name!r}; {hint}The recipes are: {', '.join(names)}")
+    return RECIPES / f"{name}.yaml"
+
+
+FIELDS_FILE = Path(__file__).with_name("fields.json")
+# Commands that take the fields of another one.
+_SAME = {"evaluate": "grpo"}
+_HELP = ("-h", "--help", "--help_all")
+_NAMES = {"int": "N", "float": "X", "text": "TEXT", "bool": "YES/NO", "choice": "NAME", "other": "VALUE"}
+_TRUTH = {"yes": True, "true": True, "t": True, "y": True, "1": True}
+_TRUTH |= {"no": False, "false": False, "f": False, "n": False, "0": False}
+_LONGEST_CHOICES = 60
+
+
+def fields_of(command: str) -> dict[str, dict[str, Any]]:
+    """The entry of each field of a command: `type`, `help`, and what else applies to it.
+
+    That is `default`, `choices`, `nargs`; `group`, `common`, `only`, `no_effect` as in `config/option.py`; and
+    `inherited` for fields of transformers.
+    """
+    described = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
+    return {**described["shared"], **described[_SAME.get(command, command)]}
+
+
+def underscored(word: str) -> str:
+    """`--self-test=x` becomes `--self_test=x`; the parser of transformers does the same."""
+    name, equals, value = word.partition("=")
+    return name[:2] + name[2:].replace("-", "_") + equals + value if name.startswith("--") else word
+
+
+def check_words(words: list[str], fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Check names and types of `--field value` words.
+
+    Returns:
+        The values given, by field.
+
+    Raises:
+        InputError: a value has the wrong type, is not among the choices, or is not supported.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for name, field in fields.items():
+        _add(parser, name, field, "")
+    given = vars(parser.parse_args(words))
+    for name, value in given.items():
+        if "only" in fields[name]:
+            refuse_other_value(name, value, fields[name]["only"])
+    return given
+
+
+def check_names(names: list[str], fields: dict[str, Any], where: str) -> None:
+    """Refuse names that are not fields.
+
+    Raises:
+        InputError: a name is not a field. The message suggests the field with the closest name.
+    """
+    for name in names:
+        if name not in fields and not (name.startswith("no_") and name[3:] in fields):
+            close = difflib.get_close_matches(name, fields, 1)
+            hint = INSTEAD.get(name) or (f"did you mean {close[0]!r}?" if close else "")
+            raise InputError(f"unknown field {name!r} in {where}" + (f"; {hint}" if hint else ""))
+
+
+def asks_for_help(words: list[str]) -> bool:
+    """Whether `--help` or `--help-all` is among the words."""
+    return any(word in _HELP for word in words)
+
+
+def help_text(command: str, about: str, words: list[str]) -> str:
+    """The help of a command: its common fields under headings. `--help-all` shows all fields that allow more than one value."""
+    whole = "--help_all" in words
+    parser = _Parser(
+        prog=f"lockstep {command}",
+        usage=f"lockstep {command} [--config FILE | --recipe NAME] [--field value …]",
+        description=about,
+        add_help=False,
+        formatter_class=_Formatter,
+        epilog=None
+        if whole
+        else f"lockstep {command} --help-all lists every field. A switch takes --name, --name True or --name False.",
+    )
+    general = parser.add_argument_group("command")
+    general.add_argument("--config", metavar="FILE", help="YAML file of fields; the command line wins.")
+    general.add_argument("--recipe", metavar="NAME", help=f"Read the config of a recipe ({', '.join(recipe_names())}).")
+    general.add_argument("--dry_run", action="store_true", help="Print every field with its value, and stop.")
+    fields = fields_of(command)
+    for title, names in grouped(fields).items():
+        shown = [name for name in names if whole or "common" in fields[name]]
+        group = parser.add_argument_group(title)
+        for name in shown:
+            _add(group, name, fields[name], _line(fields[name], whole=whole), negation=False)
+    return parser.format_help()
+
+
+def is_shown(field: dict[str, Any]) -> bool:
+    """Whether help and reference show a field: it has more than one value."""
+    return not field.keys() & {"only", "no_effect"}
+
+
+def grouped(fields: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """The names of the fields that are shown, under each heading: common fields first, fields of transformers last."""
+    names = sorted(fields, key=lambda name: ("common" not in fields[name], "inherited" in fields[name]))
+    shown = [name for name in names if is_shown(fields[name])]
+    return {title: [n for n in shown if fields[n].get("group", OTHERS) == title] for title in (*GROUPS, OTHERS)}
+
+
+def _line(field: dict[str, Any], *, whole: bool) -> str:
+    text = field["help"] if whole else field["help"].partition(". ")[0].rstrip(".")
+    choices = ", ".join(field.get("choices", ()))
+    if choices and len(choices) <= _LONGEST_CHOICES:
+        text += f" ({choices})"
+    said = "efault" in field["help"]
+    if (
+        "default" in field
+        and not (said and whole)
+        and field["default"] not in ("", "false")
+        and len(field["default"]) < 20
+    ):
+        text += f" [{field['default']}]"
+    return text.replace("%", "%%")
+
+
+def _add(parser: Any, name: str, field: dict[str, Any], text: str, *, negation: bool = True) -> None:
+    kind = field["type"]
+    options: dict[str, Any] = {"help": text, "dest": name, "metavar": _NAMES[kind]}
+    if kind == "choice":
+        options["choices"] = field["choices"]
+    elif kind != "other":
+        options["type"] = {"int": int, "float": float, "text": str, "bool": _truth}[kind]
+    if "nargs" in field:
+        options["nargs"] = field["nargs"]
+        if field["nargs"] == "?":
+            options["const"] = True
+    parser.add_argument(f"--{name}", **options)
+    if negation and kind == "bool" and field.get("default") == "true":
+        parser.add_argument(f"--no_{name}", dest=name, action="store_false")
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in _TRUTH:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")
+    return _TRUTH[text.lower()]
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns, 120) - 2
+        super().__init__(prog, max_help_position=36, width=width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        # The name alone turns a switch on. The end of the page says that a value may follow the name.
+        return action.option_strings[0] if action.nargs == "?" else super()._format_action_invocation(action)
+
+
+# Configs of all fields have a few KiB.
+_LARGEST = 1 << 20
+_BOOL, _TEXT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("bool", "str", "float"))
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+")
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The fields of a config file.
+
+    Raises:
+        InputError: the file is missing, is not text, is not YAML, names a field twice, or has values of another form.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"config file {path or '(no name)'} does not exist")
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(_LARGEST + 1)
+    except OSError as error:
+        raise InputError(f"config file {path} cannot be read: {error}") from error
+    if len(text) > _LARGEST:
+        raise InputError(
+            f"config file {path} has more than {_LARGEST >> 20} MiB; it must hold fields with values, one per line"
+        )
+    try:
+        content = yaml.load(text.decode("utf-8-sig"), Loader=_Fields)
+    except UnicodeDecodeError as error:
+        raise InputError(f"config file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except RecursionError as error:
+        raise InputError(f"config file {path} is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:
+        # ValueError: a date or a number that YAML recognises and Python cannot represent.
+        raise InputError(f"config file {path} is not YAML: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"config file {path} must hold fields with values, one per line")
+    for name, value in content.items():
+        _check_value(path, name, value)
+    return content
+
+
+def _check_value(path: str, name: Any, value: Any) -> None:
+    if not isinstance(name, str):
+        raise InputError(f"config file {path}: {name!r} is not the name of a field")
+    if isinstance(value, list) and any(isinstance(entry, list | dict) or entry is None for entry in value):
+        raise InputError(f"config file {path}: {name} must be a value, a list of values or a mapping")
+
+
+class _Fields(yaml.SafeLoader):
+    """YAML without repeated keys, of which the last would win in silence, and without aliases, which can grow without bound.
+
+    Only `true` and `false` are booleans. YAML 1.1 also reads yes, no, on and off as such, which are choices and texts of fields.
+    In the mapping of a field, such as `lr_scheduler_kwargs`, 1e-7 is a number, as it is in YAML 1.2 and in JSON; YAML 1.1 demands
+    1.0e-7. The value of a field itself needs no such rule: the field knows its type.
+    """
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
+        first: [(tag, form) for tag, form in forms if tag != _BOOL or first in "tTfF"]
+        for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.constructor.ConstructorError(
+                None, None, "aliases (*name) are not supported", self.peek_event().start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if isinstance(node, yaml.MappingNode):
+            for _, value in node.value:
+                if isinstance(value, yaml.MappingNode):
+                    _read_numbers(value)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _read_numbers(node: yaml.Node) -> None:
+    """Mark what is written as a number with an exponent, at any depth of a mapping or a list, as a number."""
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag == _TEXT and node.style is None and _NUMBER.fullmatch(node.value):
+            node.tag = _FLOAT
+    elif isinstance(node, yaml.MappingNode):
+        for _, value in node.value:
+            _read_numbers(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _read_numbers(value)
+
+
+class WordParser(argparse.ArgumentParser):
+    """argparse with whole names only. A mistake raises `InputError`, so that it gets one line and exit code 2."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(allow_abbrev=False, **options)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)

@@ -1,1 +1,0 @@
-"""The process of a command: its memory, its guard, and the log of its libraries."""

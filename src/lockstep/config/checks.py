@@ -1,0 +1,154 @@
+"""Checks each field of a config by itself: numbers within their bounds, mappings that can be read, trackers that exist.
+
+The checks come before `transformers.TrainingArguments` uses the fields. A value that would make the run wrong is
+refused. A value that is only unusual is taken, and a line says so. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import Field, fields
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from lockstep.config.option import Bounds
+from lockstep.config.table import options_of
+from lockstep.errors import InputError
+
+if TYPE_CHECKING:
+    pass
+
+_logger = logging.getLogger(__name__)
+
+
+def check_bounds(given: Any, bounds: Mapping[str, Bounds]) -> None:
+    """Check that numbers lie within their bounds.
+
+    Args:
+        given: has an attribute for each name. One that is None is not checked.
+
+    Raises:
+        InputError: a number is out of bounds.
+    """
+    for name, allowed in bounds.items():
+        value = getattr(given, name)
+        if value is not None:
+            _check_within(name, value, allowed)
+
+
+def _check_within(name: str, value: float, allowed: Bounds) -> None:
+    if not allowed.holds(value):
+        raise InputError(f"{name}={value}; it must be {allowed}")
+
+
+def check_fields(config: Any) -> None:
+    """Check the fields of a config, before anything uses them.
+
+    Raises:
+        InputError: a number is NaN, infinite or out of bounds; a mapping cannot be read; a tracker does not exist.
+    """
+    kinds: Any = type(config)
+    types = _types(kinds)
+    for field in fields(config):
+        _check_kind(field, getattr(config, field.name, None), types[field.name])
+        for value in _numbers(getattr(config, field.name, None)):
+            check_number(kinds, field.name, value)
+    for name in config._VALID_DICT_FIELDS:
+        _check_mapping(name, getattr(config, name, None))
+    check_trackers(config.report_to)
+    _check_list("reward_weights", config.reward_weights, int | float, "numbers")
+    _check_list("stop_strings", config.stop_strings, str, "texts")
+    if any(not text for text in config.stop_strings or ()):
+        raise InputError("stop_strings: an empty string would end every completion at once")
+
+
+@functools.cache
+def _types(config_class: type) -> dict[str, str]:
+    """The type of each field, as text. The parser of transformers changes `Field.type`, so that it is not used here."""
+    return {name: str(found) for name, found in get_type_hints(config_class).items()}
+
+
+def _check_kind(field: Field, value: Any, kind: str) -> None:
+    """Refuse another kind of value for a number. On the command line, the parser has done it already."""
+    is_number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
+    may_be_none = "None" in kind or "Optional" in kind
+    if not is_number or (value is None and may_be_none):
+        return
+    if not isinstance(value, int | float) or (isinstance(value, bool) and "bool" not in kind):
+        raise InputError(f"{field.name}={value!r:.80}; it must be a number")
+
+
+def _check_list(name: str, value: Any, kind: Any, what: str) -> None:
+    if value is not None and not (isinstance(value, list | tuple) and all(isinstance(entry, kind) for entry in value)):
+        raise InputError(f"{name}={value!r:.80}; it must be a list of {what}")
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    for entry in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(entry, int | float) and not isinstance(entry, bool):
+            yield entry
+
+
+def check_number(kind: type, name: str, value: float) -> None:
+    """Check one number of a field.
+
+    Args:
+        kind: the class of the config.
+
+    Raises:
+        InputError: it is NaN, infinite or out of the field's bounds.
+    """
+    bounds: Bounds | None = options_of(kind).get(name, {}).get("bounds")
+    may_be_infinite = bounds is not None and bounds.infinite
+    if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and not may_be_infinite)):
+        raise InputError(f"{name}={value}; it must be a finite number")
+    if bounds is None or value in bounds.special:
+        return
+    _check_within(name, value, bounds)
+    low, high = bounds.usual
+    if not low <= value <= high:
+        _logger.warning(f"{name}={value:g} is unusual (usually {low:g} to {high:g})")
+
+
+def _check_mapping(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.startswith("{"):
+        return
+    try:
+        json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name}={value:.80} is not a mapping in JSON: {error}") from error
+
+
+def check_trackers(report_to: Any) -> None:
+    """Refuse trackers that transformers does not know, before a model is loaded.
+
+    Raises:
+        InputError: there is no such tracker.
+    """
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    known = {*INTEGRATION_TO_CALLBACK, "all", "none"}
+    named = [report_to] if isinstance(report_to, str) else report_to or ()
+    for name in named:
+        if name not in known:
+            raise InputError(f"report_to: there is no tracker {name!r}; there are {', '.join(sorted(known))}")
+
+
+def check_installed(report_to: Iterable[str]) -> None:
+    """Refuse trackers that this machine does not have. transformers would raise after the model is loaded.
+
+    Raises:
+        InputError: a tracker is not installed.
+    """
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+    # transformers does not say of these two whether they are there.
+    here = {*get_available_reporting_integrations(), "azure_ml", "flyte", "all", "none"}
+    if missing := [name for name in report_to if name not in here]:
+        raise InputError(
+            f"report_to: the tracker {missing[0]} is not installed, or a variable of the environment switches it off; install it, "
+            "or leave it out"
+        )

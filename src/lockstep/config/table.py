@@ -1,0 +1,177 @@
+"""The options of every config class: those of transformers, and all of a class with what is said of them.
+
+What is said of all fields of a config: of Lockstep's own, and of those of `transformers.TrainingArguments`.
+
+Lockstep's fields are declared in dataclasses, with `option`. transformers declares its own without what Lockstep says
+of them, so `INHERITED` does that. A field that neither names is taken as transformers means it.
+
+Writes the fields of a config class into its docstring, so that `help(GRPOConfig)` and notebooks show them.
+
+The text of each field is the one that `--help` shows: `metadata["help"]` of the dataclass.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from lockstep.config.option import COUNT, SEED, About, Bookkeeping, Bounds, about
+
+_SAMPLED = "an evaluation samples with the engine, in the engine's dtype"
+_NO_OUTPUTS = "an evaluation samples, and gathers no outputs of the model"
+_UNWRAPPED = "the model is not wrapped by DistributedDataParallel"
+
+# Fields of transformers, in their order in `--help`.
+INHERITED: dict[str, About] = {
+    "gradient_checkpointing": about(group="model", bookkeeping=Bookkeeping.MEMORY),
+    "gradient_checkpointing_kwargs": about(group="model", bookkeeping=Bookkeeping.MEMORY),
+    "use_liger_kernel": about(group="model"),
+    "eval_strategy": about(group="data", bookkeeping=Bookkeeping.LOGS),
+    "eval_steps": about(group="data", bounds=Bounds(0, above=True), bookkeeping=Bookkeeping.LOGS),
+    "eval_on_start": about(group="data", bookkeeping=Bookkeeping.LOGS),
+    "eval_delay": about(group="data", bookkeeping=Bookkeeping.LOGS),
+    "max_steps": about(group="method", common=True, bounds=Bounds(1, 10**12, special=(-1,))),
+    "num_train_epochs": about(group="method", common=True, bounds=Bounds(0, above=True)),
+    "per_device_train_batch_size": about(group="method", common=True, bounds=COUNT),
+    "gradient_accumulation_steps": about(group="method", common=True, bounds=COUNT),
+    "lr_scheduler_type": about(group="method"),
+    "lr_scheduler_kwargs": about(group="method"),
+    "warmup_steps": about(group="method", bounds=Bounds(0)),
+    "optim": about(
+        "The optimizer. Those that step inside the backward (lomo, layerwise, schedule_free) are refused.",
+        group="method",
+    ),
+    "optim_args": about(group="method"),
+    "weight_decay": about(group="method", bounds=Bounds(0)),
+    "max_grad_norm": about(group="method", bounds=Bounds(0, infinite=True)),
+    "adam_beta1": about(group="method", bounds=Bounds(0, 1, below=True)),
+    "adam_beta2": about(group="method", bounds=Bounds(0, 1, below=True)),
+    "adam_epsilon": about(group="method", bounds=Bounds(0)),
+    "seed": about(group="method", common=True, bounds=SEED),
+    "data_seed": about(group="method", bounds=SEED),
+    "report_to": about(group="logging", common=True, bookkeeping=Bookkeeping.PLACE),
+    "run_name": about(group="logging", bookkeeping=Bookkeeping.PLACE),
+    "project": about(group="logging", bookkeeping=Bookkeeping.PLACE),
+    "logging_strategy": about(group="logging", bookkeeping=Bookkeeping.LOGS),
+    "logging_first_step": about(group="logging", bookkeeping=Bookkeeping.LOGS),
+    "log_level": about(group="logging", bookkeeping=Bookkeeping.LOGS),
+    "output_dir": about(group="saving", common=True, bookkeeping=Bookkeeping.PLACE),
+    "save_steps": about(group="saving", common=True, bounds=Bounds(0, above=True), bookkeeping=Bookkeeping.LOGS),
+    "save_total_limit": about(group="saving", common=True, bounds=COUNT, bookkeeping=Bookkeeping.LOGS),
+    "save_strategy": about(
+        "When checkpoints are written: no, steps, epoch, or best (after an evaluation that is the best so far).",
+        group="saving",
+        bookkeeping=Bookkeeping.LOGS,
+    ),
+    "save_only_model": about(group="saving", bookkeeping=Bookkeeping.LOGS),
+    "load_best_model_at_end": about(group="saving", bookkeeping=Bookkeeping.LOGS),
+    "metric_for_best_model": about(
+        "Metric of an evaluation by which `load_best_model_at_end` chooses. Default: reward.",
+        group="saving",
+        bookkeeping=Bookkeeping.LOGS,
+    ),
+    "greater_is_better": about(group="saving", bookkeeping=Bookkeeping.LOGS),
+    "push_to_hub": about(group="saving", bookkeeping=Bookkeeping.HUB),
+    "hub_model_id": about(group="saving", bookkeeping=Bookkeeping.HUB),
+    "hub_strategy": about(group="saving", bookkeeping=Bookkeeping.HUB),
+    "hub_private_repo": about(group="saving", bookkeeping=Bookkeeping.HUB),
+    "hub_revision": about(group="saving", bookkeeping=Bookkeeping.HUB),
+    "hub_always_push": about(group="saving", bookkeeping=Bookkeeping.HUB),
+    "hub_token": about(group="saving"),
+    "per_device_eval_batch_size": about(bounds=COUNT, bookkeeping=Bookkeeping.MEMORY),
+    "ddp_timeout": about(bounds=COUNT, bookkeeping=Bookkeeping.WAITING),
+    # TrainingArguments had it until transformers 5.
+    "logging_dir": about(bookkeeping=Bookkeeping.PLACE),
+    "trackio_bucket_id": about(bookkeeping=Bookkeeping.PLACE),
+    "trackio_static_space_id": about(bookkeeping=Bookkeeping.PLACE),
+    "trackio_space_id": about(bookkeeping=Bookkeeping.PLACE),
+    "resume_from_checkpoint": about(
+        "A checkpoint from which `trainer.train()` goes on. Commands go on by themselves, and refuse it.",
+        bookkeeping=Bookkeeping.PLACE,
+    ),
+    # `eval_strategy` sets it.
+    "do_eval": about(bookkeeping=Bookkeeping.LOGS),
+    "skip_memory_metrics": about(bookkeeping=Bookkeeping.LOGS),
+    "log_on_each_node": about(bookkeeping=Bookkeeping.LOGS),
+    "include_num_input_tokens_seen": about(bookkeeping=Bookkeeping.LOGS),
+    "disable_tqdm": about(bookkeeping=Bookkeeping.LOGS),
+    "log_level_replica": about(bookkeeping=Bookkeeping.LOGS),
+    "torch_empty_cache_steps": about(bookkeeping=Bookkeeping.MEMORY),
+    "deepspeed": about(bookkeeping=Bookkeeping.MEMORY),
+    "fsdp": about(bookkeeping=Bookkeeping.MEMORY),
+    "fsdp_config": about(bookkeeping=Bookkeeping.MEMORY),
+    "use_cpu": about(bookkeeping=Bookkeeping.DEVICE),
+    "dataloader_pin_memory": about(bookkeeping=Bookkeeping.DEVICE),
+    "accelerator_config": about(bookkeeping=Bookkeeping.OBJECT),
+    "fp16": about(
+        only=(
+            False,
+            "float16 needs a loss scaler, which multiplies the gradients that the proofs compare and leaves out steps; "
+            "use bf16, or neither for float32",
+        )
+    ),
+    "auto_find_batch_size": about(
+        only=(False, "the batch is a part of the method; lower token_budget instead, which changes no result")
+    ),
+    "ignore_data_skip": about(only=(False, "a resumed run would get other prompts than the run without a break")),
+    "enable_jit_checkpoint": about(
+        only=(
+            False,
+            "its handler of SIGTERM would replace Lockstep's, and the run would end as if it were finished; the "
+            "commands write a checkpoint at SIGTERM without it",
+        )
+    ),
+    "parallelism_config": about(only=(None, "use FSDP2 or DeepSpeed (docs/guides/sharding.md)")),
+    "torch_compile": about(only=(False, "a compiled forward has not been compared with the engine")),
+    "label_smoothing_factor": about(only=(0.0, "it has no meaning for these losses")),
+    "neftune_noise_alpha": about(only=(None, "the engine has no such noise")),
+    "train_sampling_strategy": about(only=("random", "use shuffle_dataset")),
+    "dataloader_num_workers": about(no_effect=(0, "prompts are token ids before training begins")),
+    "bf16_full_eval": about(no_effect=(False, _SAMPLED)),
+    "fp16_full_eval": about(no_effect=(False, _SAMPLED)),
+    "prediction_loss_only": about(no_effect=(False, _NO_OUTPUTS)),
+    "eval_accumulation_steps": about(no_effect=(None, _NO_OUTPUTS)),
+    "eval_do_concat_batches": about(no_effect=(True, _NO_OUTPUTS)),
+    "include_for_metrics": about(no_effect=([], _NO_OUTPUTS)),
+    "batch_eval_metrics": about(no_effect=(False, _NO_OUTPUTS)),
+    "ddp_bucket_cap_mb": about(no_effect=(None, _UNWRAPPED)),
+    "ddp_find_unused_parameters": about(no_effect=(None, _UNWRAPPED)),
+}
+
+
+def options_of(kind: type) -> dict[str, dict[str, Any]]:
+    """What is said of each field of a dataclass, with the keys of `About`.
+
+    Fields of transformers come last, and have the key `inherited`.
+    """
+    return _options_of(kind)
+
+
+def with_key(kind: type, key: str) -> dict[str, Any]:
+    """The fields of a dataclass of which this is said, and what."""
+    return _with_key(kind, key)
+
+
+@functools.cache
+def _options_of(kind: type) -> dict[str, dict[str, Any]]:
+    ours: dict[str, dict[str, Any]] = {}
+    theirs: dict[str, dict[str, Any]] = {}
+    for part in reversed(kind.__mro__):
+        declared = vars(part).get("__dataclass_fields__", {})
+        for name in inspect.get_annotations(part):
+            if name not in declared:
+                continue
+            said = dict(declared[name].metadata)
+            if part.__module__.partition(".")[0] == "transformers":
+                theirs[name] = {**said, **INHERITED.get(name, {}), "inherited": True}
+            else:
+                theirs.pop(name, None)
+                ours[name] = {**ours.get(name, {}), **said}
+    named = {name: theirs.pop(name) for name in INHERITED if name in theirs}
+    return {**ours, **named, **theirs}
+
+
+@functools.cache
+def _with_key(kind: type, key: str) -> dict[str, Any]:
+    return {name: said[key] for name, said in _options_of(kind).items() if key in said}

@@ -1,1 +1,0 @@
-"""Requests to servers: how they are sent, their messages, and their pictures."""

@@ -1,0 +1,541 @@
+"""From sequences to tensors: a tree of token ids, the packs into which it is cut, and the pictures in them.
+
+Makes tensors from token ids. Sequences with a common prefix share the positions of that prefix.
+
+The sequences come from rollout groups. All sequences of a pack form one tree of tokens. The pack has one row with one
+position per node. A token attends to its ancestors, and its position id is its depth. Therefore each branch attends to
+the same tokens as if it went through the model alone. A tree has no pad tokens. A prompt goes through the model once,
+for any number of completions. Examples that all prompts repeat go through it once, and so do equal completions.
+Branches of one rollout share the tokens up to the place where they part, even if one branch has them in its prompt and
+another one in its completion. The last token of a completion has no position, because it predicts no token of the
+loss. Models that cannot attend within a tree get plain rows instead.
+
+One integer per node (`ends`) describes which tokens each token sees. A pack does not depend on how attention is
+computed.
+
+A completion can contain inserted tokens that were not sampled (`rollouts/conversation.py`). Other tokens attend to
+them as to the tokens of a prompt, and they are not scored. Only this module handles inserted tokens: all scored
+tokens of a pack, and all columns, are of sampled tokens.
+
+Pictures in packs: which nodes of a tree are parts of pictures, and which part of which picture each one is.
+
+All parts of all pictures have the same placeholder id. While paths are compared, each part therefore has a number of
+its own in place of the id: two nodes are one node only if they are the same part of the same picture, by its digest.
+The numbers exist inside this module and the tree only; packs contain ids again.
+
+A tree of token ids, as arrays, and the plan by which a micro-batch is cut into packs.
+
+Sequences with a common prefix share the nodes of that prefix. The paths are sorted once. The common prefixes of
+neighbours in that order determine all others. The cost per token is that of copying the token.
+
+The plan has few packs, few repeated prompts, and packs of about the same size. A simple method would fill one pack
+after the other: its first packs would be as large as the budget, and its last pack would be small. Two packs of about
+half the budget need less memory, because the largest pack determines the memory of a step. The time of planning grows
+with the number of paths, not with the number of their tokens.
+
+Computes the pictures of a pack with the model's vision tower, each picture once, and hands them to the model's own
+forward.
+
+The gradient passes through to the tower. `watch/plain_forward.py` computes the same in another way: it lets the model's
+forward do everything with the pictures of one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from lockstep.config.run import usual_token_budgets
+from lockstep.devices import sent
+from lockstep.images.pictures import Picture, pixel_inputs
+from lockstep.learn.sequence import TrainingSequence, column, rollouts_of
+from lockstep.tokens.arrays import KeptIds, joined_kept_ids
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTree:
+    """T nodes in depth-first order: a node, its first child with everything below it, its next child, and so on.
+
+    Attributes:
+        tokens: (T,) id of each node.
+        depths: (T,) number of ancestors of each node.
+        ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i < ends[j].
+        nodes: the nodes of each path, from its first token to its last.
+    """
+
+    tokens: Ints
+    depths: Ints
+    ends: Ints
+    nodes: tuple[Ints, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SortedPaths:
+    """N paths of token ids and their order.
+
+    Attributes:
+        paths: the ids of each path, in the order given.
+        order: (N,) index of the k-th path in sorted order.
+        ranks: (N,) position of each path in sorted order.
+        shared: (N,) number of ids in the common prefix of the k-th path and the path before it in sorted order.
+    """
+
+    paths: tuple[Ints, ...]
+    order: Ints
+    ranks: Ints
+    shared: Ints
+
+    @classmethod
+    def of(cls, paths: Sequence[Any]) -> SortedPaths:
+        """Sort paths. Each path is a sequence or an array of ids."""
+        arrays = tuple(np.asarray(path, dtype=np.int64) for path in paths)
+        # Comparing bytes is fast. With the highest byte first, the bytes have the same order as the ids.
+        keys = [array.astype(">u4").tobytes() for array in arrays]
+        order = np.array(sorted(range(len(arrays)), key=keys.__getitem__), dtype=np.int64)
+        shared, ranks = np.zeros(len(arrays), dtype=np.int64), np.empty(len(arrays), dtype=np.int64)
+        ranks[order] = np.arange(len(arrays))
+        for k in range(1, len(arrays)):
+            shared[k] = _common(arrays[order[k - 1]], arrays[order[k]])
+        return cls(arrays, order, ranks, shared)
+
+    @property
+    def lengths(self) -> Ints:
+        """(N,) number of ids of each path."""
+        return np.array([len(path) for path in self.paths], dtype=np.int64)
+
+    @property
+    def size(self) -> int:
+        """Number of nodes of the tree of all paths."""
+        return int(self.lengths.sum() - self.shared.sum())
+
+    def shared_with(self, path: int) -> Ints:
+        """(N,) length of the common prefix of one path and each path, in ids."""
+        rank, found = int(self.ranks[path]), np.empty(len(self.paths), dtype=np.int64)
+        found[rank] = len(self.paths[path])
+        # The common prefix of two paths is the shortest common prefix of the neighbours between them.
+        found[rank + 1 :] = np.minimum.accumulate(self.shared[rank + 1 :])
+        found[:rank] = np.minimum.accumulate(self.shared[rank:0:-1])[::-1]
+        return found[self.ranks]
+
+    def tree(self, members: Sequence[int]) -> TokenTree:
+        """The tree of some of the paths. `nodes` has the order of `members`."""
+        ranks = self.ranks[np.asarray(members, dtype=np.int64)]
+        sequence = np.argsort(ranks, kind="stable")
+        ranks = ranks[sequence]
+        shared = np.zeros(len(ranks), dtype=np.int64)
+        if len(ranks) > 1:
+            shared[1:] = np.minimum.reduceat(self.shared[: ranks[-1] + 1], ranks[:-1] + 1)
+        paths = [self.paths[self.order[rank]] for rank in ranks]
+        sizes = np.array([len(path) for path in paths], dtype=np.int64) - shared
+        ends = np.full(int(sizes.sum()), int(sizes.sum()), dtype=np.int64)
+        # Nodes of the current path.
+        along = np.empty(max((len(path) for path in paths), default=0), dtype=np.int64)
+        nodes: list[Ints] = [along] * len(paths)
+        first = last = 0
+        for k, path in enumerate(paths):
+            same = int(shared[k])
+            # The nodes of the previous path after the common prefix get no further descendants.
+            ends[along[same:last]] = first
+            first, last = first + len(path) - same, len(path)
+            along[same:last] = np.arange(first - last + same, first)
+            nodes[sequence[k]] = along[:last].copy()
+        tokens = [path[same:] for path, same in zip(paths, shared, strict=True)]
+        depths = [np.arange(same, len(path)) for path, same in zip(paths, shared, strict=True)]
+        return TokenTree(_joined(tokens), _joined(depths), ends, tuple(nodes))
+
+
+def _common(one: Ints, other: Ints) -> int:
+    """Length of the common prefix of two paths, in ids."""
+    shorter = min(len(one), len(other))
+    differs = one[:shorter] != other[:shorter]
+    place = int(differs.argmax()) if shorter else 0
+    return place if shorter and differs[place] else shorter
+
+
+def _joined(parts: list[Ints]) -> Ints:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+# All possible packs that begin at one unit, ordered by where they end: their sizes, their wastes (an int if all are equal), and the
+# number of them that may be larger than the budget.
+_Packs = tuple[Ints, Ints | int, int]
+# A pack may be larger than the budget where it would otherwise repeat a prompt of at least this share of the budget.
+_LONG_PROMPT = 0.1
+
+
+def cut_tree(
+    paths: SortedPaths, units: Sequence[int], prompts: Sequence[int], budget: int, for_group: int = 0
+) -> list[range]:
+    """Cut units into packs. The paths of each pack form one tree. Returns the units of each pack.
+
+    The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is one whose
+    packs repeat the fewest prompt positions of the previous pack. If there are still several, it is the one whose largest pack
+    is smallest.
+
+    Args:
+        paths: the paths of all units, one unit after the other.
+        units: number of paths of each unit. The paths of a unit stay in one pack.
+        prompts: number of prompt ids in each unit's first path.
+        budget: largest number of nodes of a pack. Shared nodes count once. A unit that is larger gets a separate pack.
+        for_group: largest number of nodes of a pack whose units have the same prompt, if the prompt takes a tenth of the budget or
+            more. 0: the budget.
+    """
+    if paths.size <= budget:
+        return [range(len(units))] if units else []
+    bounds, lengths = np.concatenate(([0], np.cumsum(units))), paths.lengths
+    # Ids that each path shares with an earlier path of the pack. At first only paths of the same unit are counted.
+    known = np.zeros(len(lengths), dtype=np.int64)
+    repeated = np.zeros(len(units), dtype=np.int64)
+    # Number of units from each unit on that have the same prompt.
+    group = [0] * len(units)
+
+    def packs(start: int) -> _Packs:
+        first, stop = bounds[start], bounds[start + 1]
+        for path in range(first, stop):
+            shared = paths.shared_with(path)
+            np.maximum(known[path + 1 :], shared[path + 1 :], out=known[path + 1 :])
+            if path == first and start:
+                repeated[start] = min(shared[path - 1], prompts[start])
+        sizes = np.cumsum(lengths[first:] - known[first:])[bounds[start + 1 :] - first - 1]
+        following = start + 1
+        same = following < len(units) and prompts[following] == prompts[start] == repeated[following]
+        group[start] = group[following] + 1 if same else 1
+        room = for_group if prompts[start] >= _LONG_PROMPT * budget else 0
+        return sizes, int(repeated[start]), min(group[start], int(np.searchsorted(sizes, room, side="right")))
+
+    return _best(len(units), budget, packs)
+
+
+def cut_rows(lengths: Sequence[Sequence[int]], budget: int) -> list[range]:
+    """Cut units into packs with one row per path, padded to the longest row. Returns the units of each pack.
+
+    The cut keeps the order of the units. Among all cuts it is one with the fewest packs. If there are several, it is one with
+    the least padding. If there are still several, it is the one whose largest pack is smallest.
+
+    Args:
+        lengths: lengths of the paths of each unit. The paths of a unit stay in one pack.
+        budget: largest number of positions of a pack, padding included. A unit that is larger gets a separate pack.
+    """
+    rows = np.array([len(unit) for unit in lengths], dtype=np.int64)
+    longest = np.array([max(unit) for unit in lengths], dtype=np.int64)
+    filled = np.array([sum(unit) for unit in lengths], dtype=np.int64)
+
+    def packs(start: int) -> _Packs:
+        sizes = np.cumsum(rows[start:]) * np.maximum.accumulate(longest[start:])
+        return sizes, sizes - np.cumsum(filled[start:]), 0
+
+    return _best(len(lengths), budget, packs)
+
+
+def _best(count: int, budget: int, packs: Callable[[int], _Packs]) -> list[range]:
+    """The best cut of `count` units.
+
+    Args:
+        packs: returns the packs that begin at a unit. It is called once per unit, from the last unit to the first. The sizes
+            never decrease.
+    """
+    # For the units from each index to the last: number of packs, waste, largest pack, end of the first pack.
+    number, waste, largest, after = (np.zeros(count + 1, dtype=np.int64) for _ in range(4))
+    for start in reversed(range(count)):
+        sizes, wastes, larger = packs(start)
+        fitting = max(1, int(np.searchsorted(sizes, budget, side="right")), larger)
+        ends = slice(start + 1, start + 1 + fitting)
+        costs = (
+            number[ends] + 1,
+            waste[ends] + (wastes if isinstance(wastes, int) else wastes[:fitting]),
+            np.maximum(largest[ends], sizes[:fitting]),
+        )
+        # The first key counts least, and equal packs keep their order.
+        choice = np.lexsort(costs[::-1])[0] if fitting > 1 else 0
+        number[start], waste[start], largest[start] = (cost[choice] for cost in costs)
+        after[start] = start + 1 + choice
+    runs, start = [], 0
+    while start < count:
+        runs.append(range(start, int(after[start])))
+        start = int(after[start])
+    return runs
+
+
+# Larger than any id, and small enough for `SortedPaths`, which compares 32 bits.
+_FIRST = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class PackPictures:
+    """The pictures of one pack.
+
+    Attributes:
+        pictures: each picture once, however many sequences show it.
+        rows: (F,) int64, for each placeholder of the pack's `input_ids` in order, the row of its vector among the vectors of all
+            `pictures`.
+    """
+
+    pictures: tuple[Picture, ...]
+    rows: torch.Tensor
+
+
+class PictureNumbers:
+    """Numbers for all parts of the pictures of some sequences.
+
+    Args:
+        sequences: at least one has pictures. No placeholder was sampled in them.
+    """
+
+    def __init__(self, sequences: Sequence[TrainingSequence]) -> None:
+        shown = [s.pictures for s in sequences if s.pictures is not None]
+        self._pictures = list({p.digest: p for pictures in shown for p in pictures.pictures}.values())
+        self._ends = np.cumsum([p.tokens for p in self._pictures])
+        starts = self._ends - [p.tokens for p in self._pictures]
+        self._starts = {p.digest: int(start) for p, start in zip(self._pictures, starts, strict=True)}
+        self._placeholder = shown[0].placeholder
+
+    def path(self, sequence: TrainingSequence) -> Ints:
+        """`sequence.path` with the number of each part of a picture in place of its id."""
+        path = np.array(sequence.path, dtype=np.int64)
+        if sequence.pictures is not None:
+            for picture, places in zip(sequence.pictures.pictures, sequence.pictures.places_of_each, strict=True):
+                number = _FIRST + self._starts[picture.digest]
+                path[places] = np.arange(number, number + picture.tokens)
+        return path
+
+    def split(self, numbered: Ints) -> tuple[Ints, PackPictures | None]:
+        """The ids of a pack's nodes, and its pictures; None: it has none.
+
+        Args:
+            numbered: the nodes as `path` numbers them, in any shape.
+        """
+        parts = numbered[numbered >= _FIRST] - _FIRST
+        if not len(parts):
+            return numbered, None
+        owners = np.searchsorted(self._ends, parts, side="right")
+        present, places = np.unique(owners, return_inverse=True)
+        pictures = tuple(self._pictures[i] for i in present)
+        sizes = np.array([p.tokens for p in pictures])
+        own_starts = np.cumsum(sizes) - sizes
+        all_starts = self._ends[present] - sizes
+        rows = parts - all_starts[places] + own_starts[places]
+        ids = np.where(numbered >= _FIRST, self._placeholder, numbered)
+        return ids, PackPictures(pictures, torch.from_numpy(rows))
+
+
+def position_ids(sequences: Sequence[TrainingSequence], nodes: Sequence[Ints], size: int) -> torch.Tensor | None:
+    """(axes, size) position ids of a pack's nodes; None: the model counts them as those of any text.
+
+    Args:
+        nodes: the nodes of each sequence's path, among all nodes of the pack.
+    """
+    known = next(s.pictures.positions for s in sequences if s.pictures is not None)
+    if known is None:
+        return None
+    axes = len(known)
+    found = np.zeros((axes, size), dtype=np.int64)
+    for sequence, own in zip(sequences, nodes, strict=True):
+        found[:, own] = np.arange(len(own)) if sequence.pictures is None else sequence.pictures.positions_of(len(own))
+    return torch.from_numpy(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """The input of one forward, with N scored tokens. The tokens are in the order of the sequences.
+
+    Attributes:
+        sequences: the packed sequences, in the order of their scored tokens.
+        input_ids: (1, T) ids of a tree's nodes in depth-first order; or (B, L) ids of plain rows, padded at the end with zeros.
+        position_ids: depth of each node, in the same shape.
+        predictors: (N,) index of the node whose hidden state predicts each scored token. The index runs over all rows.
+        targets: (N,) ids of the scored tokens.
+        ends: (T,) for each node, the index after its last descendant. Node i sees node j if and only if j <= i < ends[j]. The
+            tensor stays on the CPU, where attention is planned. None: the pack has plain rows with causal attention.
+        pictures: the pictures of its placeholders; None: it has none. With pictures, `position_ids` may have one more
+            dimension in front: the axes of the model's positions.
+        predictors_on_host: `predictors` as the pack was made, if they have been moved to another device.
+    """
+
+    sequences: tuple[TrainingSequence, ...]
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    predictors: torch.Tensor
+    targets: torch.Tensor
+    ends: torch.Tensor | None = None
+    pictures: PackPictures | None = None
+    predictors_on_host: torch.Tensor | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """(R,) number of scored tokens of each rollout, over all of its branches."""
+        return [sum(s.length for s in own) for own in rollouts_of(self.sequences)]
+
+    @property
+    def host_predictors(self) -> torch.Tensor:
+        """(N,) `predictors` on the CPU."""
+        return self.predictors.cpu() if self.predictors_on_host is None else self.predictors_on_host
+
+    @property
+    def copies(self) -> torch.Tensor:
+        """(T,) or (B·L,) int64 number of sequences that go through each position; 0 for padding."""
+        size, width = self.input_ids.numel(), self.input_ids.shape[-1]
+        ends = self.ends if self.ends is not None else (torch.arange(size) // width + 1) * width
+        last = self.host_predictors[torch.tensor([s.length for s in self.sequences]).cumsum(0) - 1]
+        ended = torch.zeros(size + 1, dtype=torch.long)
+        ended[1:] = torch.bincount(last, minlength=size).cumsum(0)
+        return sent(ended[ends] - ended[:-1], self.input_ids.device)
+
+    def column(self, name: str) -> torch.Tensor:
+        """(N,) float32 values of the field `name` of the sequences, one value per token.
+
+        Raises:
+            ValueError: the field of a sequence is None, or does not have one value per token.
+        """
+        return sent(column(self.sequences, name), self.targets.device)
+
+    def kept_ids(self) -> KeptIds:
+        """One set of ids for each of the N tokens.
+
+        Raises:
+            ValueError: a sequence does not have one set per token.
+        """
+        for sequence in self.sequences:
+            if sequence.kept_ids is None or len(sequence.kept_ids) != sequence.length:
+                raise ValueError(f"sequence {sequence.name} has no kept ids for each of its tokens")
+        return joined_kept_ids([s.kept_ids for s in self.sequences if s.kept_ids is not None])
+
+    def to(self, device: torch.device) -> Pack:
+        """The same pack on another device."""
+        if device == self.input_ids.device:
+            return self
+        names = ("input_ids", "position_ids", "predictors", "targets")
+        moved: dict[str, Any] = {name: sent(getattr(self, name), device) for name in names}
+        return replace(self, **moved, predictors_on_host=self.host_predictors)
+
+
+def pack_sequences(sequences: Sequence[TrainingSequence], token_budget: int | None) -> Iterator[Pack]:
+    """Yield packs of at most `token_budget` nodes, in the order given. A unit that is larger gets a separate pack.
+
+    The number of packs is the smallest that this order allows. The cuts repeat as few prompt positions as possible, and the packs
+    have about the same size.
+
+    Args:
+        sequences: sequences with the same prompt must be adjacent; otherwise they share its positions only within a pack.
+        token_budget: largest number of positions per forward. The memory of a forward and its backward grows with it. None: the
+            usual numbers of this machine (`usual_token_budgets`).
+
+    Raises:
+        ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
+    """
+    units = list(units_of(sequences))
+    held = [s for unit in units for s in unit]
+    numbers = _numbers(held)
+    paths = SortedPaths.of([s.path if numbers is None else numbers.path(s) for s in held])
+    counts = [len(unit) for unit in units]
+    bounds = [0, *np.cumsum(counts).tolist()]
+    budget, for_group = usual_token_budgets() if token_budget is None else (token_budget, token_budget)
+    for run in cut_tree(paths, counts, [len(unit[0].prompt_ids) for unit in units], budget, for_group):
+        members = range(bounds[run.start], bounds[run.stop])
+        tree = paths.tree(members)
+        own = [held[i] for i in members]
+        ids, pictures = (tree.tokens, None) if numbers is None else numbers.split(tree.tokens)
+        positions = torch.from_numpy(tree.depths)[None]
+        if pictures is not None and (axes := position_ids(own, tree.nodes, len(ids))) is not None:
+            positions = axes[:, None]
+        yield Pack(
+            sequences=tuple(own),
+            input_ids=torch.from_numpy(ids)[None],
+            position_ids=positions,
+            predictors=_tensor([nodes[_ints(s.predictors)] for s, nodes in zip(own, tree.nodes, strict=True)]),
+            targets=_tensor([_ints(s.sampled_ids) for s in own]),
+            ends=torch.from_numpy(tree.ends),
+            pictures=pictures,
+        )
+
+
+def pack_rows(sequences: Sequence[TrainingSequence], token_budget: int | None) -> Iterator[Pack]:
+    """Yield packs of plain rows, for models that cannot attend within a tree. Rows are padded at the end. Short rows come first.
+
+    Args:
+        token_budget: largest number of positions of a pack, padding included. A unit that is larger gets a separate pack. None:
+            the usual number of this machine.
+
+    Raises:
+        ValueError: a sequence has no prompt or no completion, or its mask has another length than its completion.
+    """
+    units = sorted(units_of(sequences), key=lambda unit: max(len(s.path) for s in unit))
+    budget = usual_token_budgets()[0] if token_budget is None else token_budget
+    for run in cut_rows([[len(s.path) for s in unit] for unit in units], budget):
+        yield _rows([s for i in run for s in units[i]])
+
+
+def _rows(held: list[TrainingSequence]) -> Pack:
+    numbers = _numbers(held)
+    paths = [_ints(s.path if numbers is None else numbers.path(s)) for s in held]
+    ids = np.zeros((len(paths), max(len(path) for path in paths)), dtype=np.int64)
+    for row, path in zip(ids, paths, strict=True):
+        row[: len(path)] = path
+    positions, pictures = torch.arange(ids.shape[1]).expand(len(held), -1), None
+    if numbers is not None:
+        ids, pictures = numbers.split(ids)
+    if pictures is not None:
+        nodes = [row * ids.shape[1] + np.arange(len(path)) for row, path in enumerate(paths)]
+        if (axes := position_ids(held, nodes, ids.size)) is not None:
+            positions = axes.unflatten(1, ids.shape)
+    return Pack(
+        sequences=tuple(held),
+        input_ids=torch.from_numpy(ids),
+        position_ids=positions,
+        predictors=_tensor([row * ids.shape[1] + _ints(s.predictors) for row, s in enumerate(held)]),
+        targets=_tensor([_ints(s.sampled_ids) for s in held]),
+        pictures=pictures,
+    )
+
+
+def _numbers(sequences: Sequence[TrainingSequence]) -> PictureNumbers | None:
+    """Numbers for the parts of pictures; None: no sequence has pictures."""
+    return PictureNumbers(sequences) if any(s.pictures is not None for s in sequences) else None
+
+
+def units_of(sequences: Sequence[TrainingSequence]) -> Iterator[list[TrainingSequence]]:
+    """Yield the sequences of each unit as one list."""
+    unit: list[TrainingSequence] = []
+    for sequence in sequences:
+        if not len(sequence.prompt_ids) or not sequence.length:
+            raise ValueError(f"sequence {sequence.name} has no prompt or no completion")
+        if sequence.sampled is not None and len(sequence.sampled) != len(sequence.completion_ids):
+            raise ValueError(f"sequence {sequence.name} does not say of each of its ids whether it was sampled")
+        if unit and (sequence.unit is None or sequence.unit != unit[-1].unit):
+            yield unit
+            unit = []
+        unit.append(sequence)
+    if unit:
+        yield unit
+
+
+def _ints(values: Any) -> Ints:
+    return np.asarray(values, dtype=np.int64)
+
+
+def _tensor(parts: list[Ints]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def picture_arguments(model: PreTrainedModel, pack: Pack, pictures: PackPictures) -> dict[str, Any]:
+    """The arguments by which the model puts pictures in the place of a pack's placeholders."""
+    inputs = pixel_inputs(pictures.pictures, pack.input_ids.device)
+    found = model.base_model.get_image_features(**inputs, return_dict=True)
+    rows = pictures.rows.to(pack.input_ids.device)
+    # The model fills its placeholders in the order of the ids with these vectors.
+    if pictures.pictures[0].in_tiles:
+        parts: torch.Tensor = found.pooler_output
+        found.pooler_output = parts.flatten(0, 1)[rows].unflatten(0, (-1, parts.shape[1]))
+    else:
+        found.pooler_output = (torch.cat(tuple(found.pooler_output))[rows],)
+    # Qwen3-VL adds further vectors of each part to the states of its first layers.
+    if layers := getattr(found, "deepstack_features", None):
+        found.deepstack_features = [(torch.cat(tuple(parts))[rows],) for parts in layers]
+    return {"mm_encoder_outputs": {"image": found}}

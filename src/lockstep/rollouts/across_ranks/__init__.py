@@ -1,1 +1,0 @@
-"""Rollouts and scores on their way between ranks."""

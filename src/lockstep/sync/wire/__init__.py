@@ -1,1 +1,0 @@
-"""Sends tensors to servers: the layout of chunks, the changed elements, and the transports."""

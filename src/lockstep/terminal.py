@@ -1,0 +1,67 @@
+"""rich's console for panels, tables and lines of a run: texts cannot steer the terminal, and a terminal that is gone ends nothing.
+
+The linter forbids rich's own `Console` elsewhere. A write that fails, because the reader of a pipe is gone or a disk
+is full, is dropped: a run that trains must not end because of its lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import IO, Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from lockstep.safe_text import visible
+
+
+class Terminal(Console):
+    """A console that writes texts only: what they hold is shown, and not obeyed."""
+
+    @property
+    def file(self) -> IO[str]:
+        """The stream of this moment; one whose reader is gone raises nothing."""
+        return _Open(super().file)  # type: ignore[return-value]
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        Console.file.fset(self, new_file)  # type: ignore[attr-defined]
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of something, without controls in its texts."""
+        if isinstance(renderable, str):
+            renderable = visible(renderable)
+        elif isinstance(renderable, Text) and (plain := visible(renderable.plain)) != renderable.plain:
+            renderable = Text(
+                plain,
+                renderable.style,
+                justify=renderable.justify,
+                overflow=renderable.overflow,
+                no_wrap=renderable.no_wrap,
+                end=renderable.end,
+            )
+        for segment in super().render(renderable, options):
+            # Segments with controls are rich's own, such as those that move the cursor of a live panel.
+            text = segment.text if segment.control else visible(segment.text)
+            yield segment if text == segment.text else Segment(text, segment.style)
+
+
+class _Open:
+    """A stream whose writes raise no OSError."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()

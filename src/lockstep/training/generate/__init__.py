@@ -1,1 +1,0 @@
-"""What makes the rollouts of a run, their rewards and their metrics."""

@@ -1,1 +1,0 @@
-"""What makes the rollouts of a run in place of one answer per prompt: tools and environments, or a function of the user."""

@@ -1,0 +1,313 @@
+"""Drawn elements of weights and gradients: how they are read, and proofs that they stay, or add up, as they must.
+
+Drawn elements of many tensors: short windows at drawn places, read with one copy for all tensors.
+
+Parameters, gradients and the state of optimizers are read with it. Of a sharded tensor, each rank reads the elements
+that it holds. The others read as zeros, so that the sum over ranks is the whole.
+
+Drawn elements of weights and of the optimizer's state that must not change for a while.
+
+When a checkpoint is written, they are compared with those after the last step: the digests of a checkpoint are made of
+what is in memory then. Before the first step of a resumed run they are compared with those that the checkpoint gave,
+whose digests were compared when it was loaded.
+
+Proof that a step's gradient is the sum of what its backward passes add: nothing is left over, and nothing is cleared.
+
+A hook on some drawn parameters keeps what each backward adds at drawn elements.
+
+Proof `accumulation`.
+Shows: before the first backward no gradient is left; at the end, the gradient of drawn elements is the sum of what
+the backward passes of all ranks have added.
+Does not show: other elements; that what a backward adds is right.
+When: every step; the critic, and so many tensors in turn (at least 32) that each is compared within 10 steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.devices import on_host, sent
+from lockstep.errors import ProofError
+from lockstep.shards.model import first_element, is_sharded, local_part
+
+# Elements of a window, and windows of a tensor. A tensor with fewer elements is read whole.
+WINDOW = 16
+_WINDOWS = 2
+
+
+class Drawn:
+    """Windows in a list of tensors.
+
+    Args:
+        owners: index of each window's tensor.
+        starts: first element of each window, in the flattened tensor.
+        lengths: number of elements of each window.
+    """
+
+    def __init__(self, owners: Sequence[int], starts: Sequence[int], lengths: Sequence[int]) -> None:
+        of_windows, sizes = np.array(owners, np.int64), np.array(lengths, np.int64)
+        # (N,) index of the tensor of each element.
+        self.owners = torch.from_numpy(np.repeat(of_windows, sizes))
+        within = np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        # (N,) place of each element in its flattened tensor.
+        self._places = torch.from_numpy(np.repeat(np.array(starts, np.int64), sizes) + within)
+        tensors, first = np.unique(of_windows, return_index=True)
+        self._tensors: list[int] = tensors.tolist()
+        # Number of elements of each of these tensors, whose windows follow each other, and their places.
+        self._counts: list[int] = np.add.reduceat(sizes, first).tolist() if len(tensors) else []
+        self._places_of: dict[torch.device, tuple[torch.Tensor, ...]] = {}
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], seed: tuple[int, ...]) -> Drawn:
+        """Windows at places that a seed draws."""
+        sizes = np.array([t.numel() for t in tensors], np.int64)
+        draws = np.random.default_rng(seed).random((len(sizes), _WINDOWS))
+        owners, starts, lengths = [], [], []
+        for index, (size, row) in enumerate(zip(sizes.tolist(), draws.tolist(), strict=True)):
+            few = size <= _WINDOWS * WINDOW
+            for draw in row[:1] if few else row:
+                owners.append(index)
+                starts.append(0 if few else int(draw * (size - WINDOW + 1)))
+                lengths.append(size if few else WINDOW)
+        return cls(owners, starts, lengths)
+
+    @classmethod
+    def around(cls, places: dict[int, int], tensors: Sequence[torch.Tensor]) -> Drawn:
+        """One window around a given element of each of some tensors."""
+        owners = list(places)
+        sizes = [tensors[i].numel() for i in owners]
+        starts = [max(min(places[i] - WINDOW // 2, n - WINDOW), 0) for i, n in zip(owners, sizes, strict=True)]
+        return cls(owners, starts, [min(WINDOW, n) for n in sizes])
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def of_tensor(self, tensor: torch.Tensor, index: int) -> torch.Tensor:
+        """(n,) values of the windows of one tensor, on its device and in its dtype."""
+        at = self._tensors.index(index)
+        return torch.take(tensor.detach(), self._places_on(tensor.device)[at])
+
+    def _places_on(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The places of each tensor. A device gets them once."""
+        if device not in self._places_of:
+            self._places_of[device] = sent(self._places, device).split(self._counts)
+        return self._places_of[device]
+
+    def read(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """(N,) float64 values of the windows, on the host. A tensor that is None, and a part of another rank, reads as zeros."""
+        return self.values(tensors).to("cpu", torch.float64)
+
+    def values(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """(N,) what `read` gives, on the device of the tensors, in a dtype that holds all of theirs."""
+        given = [tensors[index] for index in self._tensors]
+        device = next((t.device for t in given if t is not None), torch.device("cpu"))
+        pieces = [_elements(t, own) for t, own in zip(given, self._places_on(device), strict=True)]
+        # torch.cat promotes mixed dtypes to one that holds all of them.
+        return torch.cat(pieces) if pieces else torch.zeros(0)
+
+
+def read_all(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What several calls of `Drawn.values` gave: float64, on the host, with one copy for each dtype."""
+    return [found.double() for found in on_host(values)]
+
+
+def _elements(tensor: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor:
+    """Elements of a flattened tensor."""
+    if tensor is None:
+        return torch.zeros(len(places), device=places.device)
+    if not is_sharded(tensor):
+        return torch.take(tensor.detach(), places)
+    own, local = local_part(tensor).reshape(-1), places - first_element(tensor)
+    found = own.new_zeros(len(places))
+    here = (local >= 0) & (local < len(own))
+    found[here] = own[local[here]]
+    return found
+
+
+# (N,) values of drawn elements, by what they are.
+Elements = Mapping[str, torch.Tensor]
+
+
+class LoadedState:
+    """The weights and the optimizer's state as a checkpoint gave them.
+
+    Args:
+        trained: the trained parameters, by name.
+        seed: draws the elements.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.nn.Parameter], seed: tuple[int, ...]
+    ) -> None:
+        self._optimizer, self._names, self._parameters = optimizer, list(trained), list(trained.values())
+        self._drawn = Drawn.of(self._parameters, seed)
+        self._loaded = self._read()
+
+    def check(self) -> None:
+        """Compare the elements as they are now.
+
+        Raises:
+            ProofError: one has changed.
+        """
+        check_still(self._drawn, self._names, self._loaded, self._read(), "the checkpoint was loaded")
+
+    def _read(self) -> dict[str, torch.Tensor]:
+        """Weights, and of the state every number and every tensor of the shape of its parameter."""
+        states = [self._optimizer.state.get(p, {}) for p in self._parameters]
+        found = {"weight": self._drawn.read(self._parameters)}
+        for key in sorted({key for state in states for key in state}):
+            values = [state.get(key) for state in states]
+            numbers = [_number(value) for value in values]
+            tensors = [
+                v if isinstance(v, torch.Tensor) and v.shape == p.shape and p.dim() else None
+                for v, p in zip(values, self._parameters, strict=True)
+            ]
+            found[key] = self._drawn.read(tensors) + torch.tensor(numbers, dtype=torch.float64)[self._drawn.owners]
+        return found
+
+
+def check_still(drawn: Drawn, names: Sequence[str], before: Elements, now: Elements, since: str) -> None:
+    """Compare elements with what they were.
+
+    Args:
+        names: of the tensors from which the elements are drawn.
+        since: the moment since which they must be the same, in words.
+
+    Raises:
+        ProofError: an element has changed.
+    """
+    for what in sorted(before.keys() | now.keys()):
+        if what in before and what in now:
+            wrong = ~torch.isclose(before[what], now[what], rtol=0.0, atol=0.0, equal_nan=True)
+            if not bool(wrong.any()):
+                continue
+            at = int(wrong.nonzero()[0])
+            found = (
+                f"of {names[int(drawn.owners[at])]} is {float(now[what][at]):.6g} and was {float(before[what][at]):.6g}"
+            )
+        else:
+            found = "is there now" if what in now else "is gone"
+        raise ProofError(
+            "checkpoint",
+            f"the weights or the optimizer's state have changed since {since}: {what} {found}",
+            "a callback, or other code beside the optimizer step, has changed them",
+            "let nothing change weights or optimizer.state between two steps, or before the first step of a resumed run",
+        )
+
+
+def _number(value: object) -> float:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and not value.dim() else 0.0
+    return float(value) if isinstance(value, bool | int | float) else 0.0
+
+
+# Least number of tensors with a hook, and the number of steps within which every tensor has one.
+_HOOKED, _WITHIN = 32, 10
+
+
+class AccumulationProof:
+    """The proof of one optimizer step.
+
+    Args:
+        trained: the trained parameters by name.
+        gathered: gives the tensor that the backward passes of a sharded parameter add to, before the ranks' parts are summed.
+        seed: draws the tensors and elements. The tensors follow each other from step to step; the elements are drawn anew.
+        step: number of steps before this one.
+        always: names of tensors that are not left to the draw.
+
+    Attributes:
+        names: names of the tensors whose gradients are compared at this step.
+
+    Raises:
+        ProofError: a gradient of an earlier step is left.
+    """
+
+    def __init__(
+        self,
+        trained: Mapping[str, torch.nn.Parameter],
+        seed: int,
+        step: int,
+        always: Sequence[str] = (),
+        gathered: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter,
+    ) -> None:
+        held = {name: local_part(p.grad).any() for name, p in trained.items() if p.grad is not None}
+        for name, any_left in zip(held, on_host([*held.values()]), strict=True):
+            if any_left:
+                raise ProofError(
+                    "accumulation",
+                    f"before the first backward of the step, {name} holds a gradient",
+                    "the gradients of the last step were not cleared; the next gradient would be the sum of both",
+                    "let nothing call backward between two steps, and clear gradients after each optimizer step",
+                )
+        names = list(trained)
+        size = max(_HOOKED, -(-len(names) // _WITHIN))
+        order = np.random.default_rng((seed, 2)).permutation(len(names))
+        chosen = [names[i] for i in np.roll(order, -step * size)[:size].tolist()]
+        self.names = [name for name in names if name in {*chosen, *always}]
+        self._parameters = [trained[name] for name in self.names]
+        self._drawn = Drawn.of(self._parameters, (seed, step, 2))
+        self._added: list[list[torch.Tensor]] = [[] for _ in self.names]
+        self._hooked = [gathered(p) for p in self._parameters]
+        self._handles = [p.register_hook(self._hook(i)) for i, p in enumerate(self._hooked)]
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def note(gradient: torch.Tensor) -> None:
+            self._added[index].append(self._drawn.of_tensor(gradient, index))
+
+        return note
+
+    def end(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def added(self) -> list[Any]:
+        """What this rank knows of the (N,) drawn elements. Ends the proof's hooks.
+
+        Returns:
+            The sum of what the backward passes of this rank have added, the sum of its sizes, and the gradients that this rank
+            holds (of sharded tensors, its part; the other elements are 0).
+        """
+        self.end()
+        # A tensor that got no gradient has added 0.
+        counts = np.bincount(self._drawn.owners.numpy(), minlength=len(self._added)).tolist()
+        zero = torch.zeros(1, dtype=torch.float64)
+        added = [torch.stack(own) if own else zero.expand(1, n) for own, n in zip(self._added, counts, strict=True)]
+        *pieces, self._found = read_all([*added, self._drawn.values([p.grad for p in self._parameters])])
+        sums, sizes = [stacked.sum(0) for stacked in pieces], [stacked.abs().sum(0) for stacked in pieces]
+        return [*(torch.cat(parts).tolist() if parts else [] for parts in (sums, sizes)), self._found.tolist()]
+
+    def check(self, added: Sequence[list[Any]]) -> None:
+        """Compare the gradients with what all backward passes have added.
+
+        Args:
+            added: `added` of every rank.
+
+        Raises:
+            ProofError: they differ.
+        """
+        sums, sizes = (torch.tensor([rank[k] for rank in added], dtype=torch.float64).sum(0) for k in (0, 1))
+        parts = torch.tensor([rank[2] for rank in added], dtype=torch.float64)
+        of_ranks = torch.tensor([is_sharded(p) for p in self._parameters])[self._drawn.owners]
+        # A gradient that is not sharded is the same on every rank.
+        found = torch.where(of_ranks, parts.sum(0), self._found)
+        digits = torch.tensor([torch.finfo(p.dtype).eps for p in self._hooked], dtype=torch.float64)
+        off = (found - sums).abs() - 8 * digits[self._drawn.owners] * sizes
+        # A NaN is wrong too.
+        wrong = ~(off <= 0)
+        if not bool(wrong.any()):
+            return
+        worst = int(torch.where(wrong, (found - sums).abs().nan_to_num(torch.inf), -1.0).argmax())
+        names = sorted({self.names[i] for i in self._drawn.owners[wrong].tolist()})
+        raise ProofError(
+            "accumulation",
+            f"the gradient of {self.names[int(self._drawn.owners[worst])]} is {float(found[worst]):.6g} where the backward passes "
+            f"of the step have added {float(sums[worst]):.6g} ({len(names)} of {len(self.names)} compared tensors differ)",
+            "gradients were cleared or scaled between two micro-batches, or were not summed over all ranks",
+            "let nothing change .grad between the first backward of a step and its optimizer step",
+        )
