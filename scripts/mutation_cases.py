@@ -187,6 +187,18 @@ MUTATIONS = [
         f"{ALONE}::test_the_adapter_probe_passes_rounding_and_finds_a_thousandth",
     ),
     Mutation(
+        "what an extra proves of the modules after a push is left out",
+        "self.extension.prove_modules(seed, version, every=every_module)",
+        "pass",
+        f"{ALONE}::test_a_young_adapter_that_is_not_applied_as_it_should_is_seen_by_the_adapter_probe",
+    ),
+    Mutation(
+        "what an extra proves before the canary is left out",
+        "self.extension.prove_canary(version)",
+        "pass",
+        "tests/extras/fp8/test_quantised_faults.py::test_every_fault_of_weights_in_8_bits_is_caught",
+    ),
+    Mutation(
         "torchvision of another build than torch is not hidden",
         '_build(name).startswith("cu")',
         "False",

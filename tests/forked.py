@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -60,7 +61,9 @@ class Program:
 
     def send_signal(self, sign: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, sign)
+            # It may end between the question and the signal.
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, sign)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
