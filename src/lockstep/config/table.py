@@ -1,13 +1,7 @@
 """The options of every config class: those of transformers, and all of a class with what is said of them.
 
-What is said of all fields of a config: of Lockstep's own, and of those of `transformers.TrainingArguments`.
-
 Lockstep's fields are declared in dataclasses, with `option`. transformers declares its own without what Lockstep says
 of them, so `INHERITED` does that. A field that neither names is taken as transformers means it.
-
-Writes the fields of a config class into its docstring, so that `help(GRPOConfig)` and notebooks show them.
-
-The text of each field is the one that `--help` shows: `metadata["help"]` of the dataclass.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The receipt of a run: a chain of lines.
-
-The receipt: one line per step in `receipt.jsonl`. Each line contains the hash of the line before.
+"""The receipt of a run: one line per step in `receipt.jsonl`. Each line contains the hash of the line before.
 
 The trainer writes a line after the proofs of each optimizer step have passed. Later the receipt shows which proofs a
 run passed.
-
 """
 
 from __future__ import annotations
